@@ -1,0 +1,49 @@
+"""Kvist: the KV cache manager for LLM inference, as a library."""
+
+from kvist.config import AttentionSpec, CacheConfig
+from kvist.core.matching import Pin, PrefixMatch
+from kvist.core.moves import Move
+from kvist.core.sequences import Sequence
+from kvist.core.statistics import Stats
+from kvist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConfigError,
+    InvariantError,
+    KvistError,
+    LayoutError,
+    NeverFits,
+    OutOfBlocks,
+    OutOfRows,
+    SequenceError,
+    StaleMatch,
+    TransferError,
+    WireError,
+)
+from kvist.manager import KVCacheManager
+from kvist.memory.tables import BatchTables
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AttentionSpec",
+    "BatchTables",
+    "CacheConfig",
+    "ConfigError",
+    "InvariantError",
+    "KVCacheManager",
+    "KvistError",
+    "LayoutError",
+    "Move",
+    "NeverFits",
+    "OutOfBlocks",
+    "OutOfRows",
+    "Pin",
+    "PrefixMatch",
+    "Sequence",
+    "SequenceError",
+    "StaleMatch",
+    "Stats",
+    "TransferError",
+    "WireError",
+]

@@ -1,0 +1,86 @@
+"""Which cached content goes first: policies give extents sort keys, the queue keeps the candidates in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvist.core.extents import Extent
+
+__all__ = ["POLICIES", "EvictionQueue", "Policy", "policy_named"]
+
+Policy = Callable[["Extent"], Any]
+"""Gives a candidate its sort key; the least goes first. Keys of one policy must be comparable with each other."""
+
+
+def lru(extent: Extent) -> int:
+    """Least recently used first."""
+    return extent.last_use
+
+
+def lfu(extent: Extent) -> tuple[int, int]:
+    """Least often hit first, among equals the least recently used."""
+    return (extent.hits, extent.last_use)
+
+
+def fifo(extent: Extent) -> int:
+    """Published first, gone first."""
+    return extent.created
+
+
+def priority(extent: Extent) -> tuple[int, int]:
+    """Lowest retention priority first, among equals the least recently used."""
+    return (extent.priority, extent.last_use)
+
+
+POLICIES: dict[str, Policy] = {"lru": lru, "lfu": lfu, "fifo": fifo, "priority": priority}
+
+
+def policy_named(policy: str | Policy) -> Policy:
+    """Return the policy of that name, or the callable itself."""
+    return POLICIES[policy] if isinstance(policy, str) else policy
+
+
+class EvictionQueue:
+    """The extents that could be evicted now, in the policy's order.
+
+    An extent is in here exactly while nothing refers to it and it has no children; the tree offers and withdraws.
+    Withdrawing only voids the entry (`ticket` 0): stale entries are skipped, and swept out when they outnumber the rest.
+    Among equal keys the extent offered first goes first.
+    """
+
+    __slots__ = ("_heap", "_last_ticket", "_policy", "num_candidates")
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Any, int, Extent]] = []
+        self._last_ticket = 0
+        self.num_candidates = 0
+
+    def offer(self, extent: Extent) -> None:
+        """Make an extent that is not in the queue a candidate, by its key as of now."""
+        key = self._policy(extent)
+        self._last_ticket = extent.ticket = self._last_ticket + 1
+        self.num_candidates += 1
+        heappush(self._heap, (key, extent.ticket, extent))
+
+    def withdraw(self, extent: Extent) -> None:
+        """Take an extent that is a candidate out of the queue."""
+        extent.ticket = 0
+        self.num_candidates -= 1
+        if len(self._heap) > 2 * self.num_candidates + 64:
+            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            heapify(self._heap)
+
+    def first(self) -> Extent:
+        """Return the candidate that goes first; there must be one."""
+        heap = self._heap
+        while heap[0][2].ticket != heap[0][1]:
+            heappop(heap)
+        return heap[0][2]
+
+    def candidates(self) -> list[Extent]:
+        """List all candidates, in no order that means anything."""
+        return [extent for _, ticket, extent in self._heap if extent.ticket == ticket]

@@ -1,0 +1,110 @@
+"""Answers in words: who holds the blocks of a sequence, how far a prompt is cached and why not further."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvist.core.matching import PrefixMatch
+from kvist.core.sequences import Sequence
+from kvist.core.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvist.core.manager import CacheCore
+
+__all__ = ["Explanation", "Part", "of_prompt", "of_sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of tokens with one fate; `num_holders` sequences, pins and longer prefixes in use refer to its blocks."""
+
+    start: int
+    num_tokens: int
+    num_blocks: int
+    state: str
+    num_holders: int
+
+    def __str__(self) -> str:
+        return f"tokens {self.start} .. {self.start + self.num_tokens - 1}: {self.num_blocks} blocks, {self.state}, {self.num_holders} holders"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A subject, its tokens in parts, and `reason`, why no more of it is cached (empty for a sequence)."""
+
+    subject: str
+    parts: tuple[Part, ...]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.subject, *map(str, self.parts), *([self.reason] if self.reason else [])])
+
+
+def of_sequence(core: CacheCore, sequence: Sequence) -> Explanation:
+    """Describe a sequence's blocks: those in the tree by extent, then its own."""
+    rows, row = core.rows, sequence.row
+    parts, start = [], 0
+    for extent in (sequence if sequence.leader is None else sequence.leader)._extent.path():
+        state = "committed, for all to share" if extent.key is not None else "committed, for its holders only"
+        parts.append(Part(start, extent.num_tokens, extent.num_blocks, state, extent.references))
+        start += extent.num_tokens
+    computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
+    own = int(rows.num_blocks[row] - rows.num_published[row])
+    if num_tokens > start or own:
+        state = f"its own, {max(computed - start, 0)} tokens computed"
+        parts.append(Part(start, num_tokens - start, own, state, 1))
+    return Explanation(f"{sequence!r}, {sequence.num_cached_tokens} of its prompt's tokens came from the cache", tuple(parts))
+
+
+def of_prompt(core: CacheCore, match: PrefixMatch) -> Explanation:
+    """Describe what of a prompt is cached, and say why not more."""
+    subject = f"prompt of {match.num_prompt_tokens} tokens in namespace {match.namespace!r}: {match.num_tokens} cached"
+    return Explanation(subject, tuple(_cached_parts(core, match)), _why_not_more(core, match))
+
+
+def _cached_parts(core: CacheCore, match: PrefixMatch) -> list[Part]:
+    root = core.tree.roots.get(match.namespace)
+    if root is None:
+        return []
+    found = core.tree.find(root, match.prompt, len(match.prompt) - TOKEN_BYTES, partial=core.tree.partial)
+    parts, start = [], 0
+    for extent in found.extent.path():
+        parts.append(Part(start, extent.num_tokens, extent.num_blocks, _use(extent.references), extent.references))
+        start += extent.num_tokens
+    if found.child is not None:
+        size = found.child_blocks * core.block_size
+        parts.append(Part(start, size, found.child_blocks, _use(found.child.references), found.child.references))
+        start += size
+    if found.num_partial_tokens:
+        parts.append(Part(start, found.num_partial_tokens, 1, "in a block that agrees in part, to be copied", 0))
+    return parts
+
+
+def _use(references: int) -> str:
+    return "in use" if references else "evictable"
+
+
+def _why_not_more(core: CacheCore, match: PrefixMatch) -> str:
+    if match.num_missing_tokens == 1:
+        return "only the last token is missing, which is always computed"
+    if waiting := [sequence for sequence in core.rows.running() if _has_more(sequence, match)]:
+        best = max(waiting, key=lambda sequence: sequence.num_tokens)
+        return f"uncommitted: row {best.row} has more of it, but only {best.num_computed_tokens} of its tokens are computed"
+    for namespace, root in core.tree.roots.items():
+        if namespace != match.namespace:
+            other = core.tree.find(root, match.prompt, len(match.prompt) - TOKEN_BYTES, partial=False)
+            if other.position // TOKEN_BYTES > match.num_tokens:
+                return f"other namespace: {namespace!r} has {other.position // TOKEN_BYTES} tokens of it"
+    if match.num_missing_tokens <= core.block_size:
+        return "under a block: what is missing fills no block"
+    return "cold: the rest has never been committed here, or has been evicted"
+
+
+def _has_more(sequence: Sequence, match: PrefixMatch) -> bool:
+    if sequence.namespace != match.namespace or not sequence.publishes or sequence.num_computed_tokens > match.num_tokens:
+        return False
+    ours = np.frombuffer(match.prompt, np.int32)[: match.num_tokens + 1]
+    return sequence.num_tokens > match.num_tokens and bool(np.array_equal(sequence.tokens[: len(ours)], ours))

@@ -1,0 +1,146 @@
+"""Proof that the books are right: every block has one owner, every reference a holder, every candidate its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvist.core.extents import Extent
+from kvist.core.sequences import FREE, RUNNING, WAITING, Sequence
+from kvist.errors import InvariantError
+
+if TYPE_CHECKING:
+    from kvist.core.manager import CacheCore
+
+__all__ = ["check"]
+
+MAX_PROBLEMS = 20
+
+
+def check(core: CacheCore) -> None:
+    """Raise InvariantError with what is wrong and who holds it; changes nothing, costs time in proportion to the pool."""
+    extents = _all_extents(core)
+    problems = [
+        *_block_problems(core, extents),
+        *_reference_problems(core, extents),
+        *(problem for extent in extents for problem in _extent_problems(core, extent)),
+        *_queue_problems(core, extents),
+        *(problem for sequence in core.rows.running() for problem in _row_problems(core, sequence)),
+        *_free_row_problems(core),
+    ]
+    if problems:
+        more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        raise InvariantError(problems[:MAX_PROBLEMS] + more)
+
+
+def describe(extent: Extent) -> str:
+    """Name an extent by its place in the tree."""
+    start = sum(each.num_blocks for each in extent.path()[:-1])
+    kind = "extent" if extent.key is not None else "unlisted extent"
+    return f"{kind} of blocks {start} .. {start + extent.num_blocks - 1} of a prefix, ids {extent.blocks[0].tolist()[:8]}, {extent.references} references"
+
+
+def _all_extents(core: CacheCore) -> list[Extent]:
+    """List every extent, roots included: the listed ones, and those that only holders reach."""
+    found = {id(extent): extent for root in core.tree.roots.values() for extent in root.subtree()}
+    for holder in [*(sequence._extent for sequence in core.rows.running()), *core.pins.values()]:
+        extent: Extent | None = holder
+        while extent is not None and id(extent) not in found:
+            found[id(extent)] = extent
+            extent = extent.parent
+    return list(found.values())
+
+
+def _block_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
+    owners: dict[int, list[str]] = {}
+    for block in core.pool.free_blocks().tolist():
+        owners.setdefault(block, []).append("the free list")
+    for extent in extents:
+        for block in extent.blocks[0].tolist():
+            owners.setdefault(block, []).append(describe(extent))
+    rows = core.rows
+    for sequence in rows.running():
+        row = sequence.row
+        for block in rows.block_table[0, row, rows.num_published[row] : rows.num_blocks[row]].tolist():
+            owners.setdefault(block, []).append(repr(sequence))
+    for block in range(core.pool.num_blocks):
+        if len(holders := owners.pop(block, [])) != 1:
+            yield f"block {block} has {len(holders)} owners: {', '.join(holders) or 'it is lost'}"
+    yield from (f"block {block} does not exist, held by {', '.join(holders)}" for block, holders in owners.items())
+
+
+def _reference_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
+    expected: Counter[int] = Counter(id(sequence._extent) for sequence in core.rows.running())
+    expected.update(id(extent) for extent in core.pins.values())
+    expected.update(id(extent.parent) for extent in extents if extent.references and extent.parent is not None)
+    for extent in extents:
+        if extent.references != expected[id(extent)]:
+            holders = [repr(sequence) for sequence in core.rows.running() if sequence._extent is extent]
+            yield f"{describe(extent)}: {expected[id(extent)]} holders found: {', '.join(holders) or 'no sequence'}"
+    evictable = sum(extent.num_blocks for extent in extents if not extent.references)
+    if evictable != core.tree.num_evictable:
+        yield f"{core.tree.num_evictable} blocks are counted as evictable, {evictable} are"
+
+
+def _extent_problems(core: CacheCore, extent: Extent) -> Iterator[str]:
+    block_bytes = core.tree.block_bytes
+    children = extent.children or {}
+    if extent.order is not None and list(extent.order) != sorted(children):
+        yield f"{describe(extent)}: its sorted keys are not its children's"
+    if extent.num_short_children != sum(len(key) < block_bytes for key in children):
+        yield f"{describe(extent)}: {extent.num_short_children} children in partly filled blocks are counted"
+    for key, child in children.items():
+        if child.parent is not extent or child.key != key or key != bytes(child.tokens[:block_bytes]):
+            yield f"{describe(child)}: is not what its parent's key says"
+    if extent.parent is None:
+        return
+    if not extent.num_blocks or -(-len(extent.tokens) // block_bytes) != extent.num_blocks:
+        yield f"{describe(extent)}: {extent.num_tokens} tokens do not fill its blocks"
+    if len(extent.tokens) % block_bytes and (children or extent.references):
+        yield f"{describe(extent)}: is partly filled, and yet referenced or not a leaf"
+    if extent.key is None and not extent.references:
+        yield f"{describe(extent)}: is unlisted, and nobody holds it"
+
+
+def _queue_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
+    queued = Counter(map(id, core.tree.queue.candidates()))
+    if core.tree.queue.num_candidates != queued.total():
+        yield f"{core.tree.queue.num_candidates} eviction candidates are counted, {queued.total()} are queued"
+    for extent in extents:
+        expected = int(extent.parent is not None and not extent.references and not extent.children)
+        if queued[id(extent)] != expected:
+            yield f"{describe(extent)}: is {queued[id(extent)]} times in the eviction queue, not {expected}"
+
+
+def _row_problems(core: CacheCore, sequence: Sequence) -> Iterator[str]:
+    rows, row = core.rows, sequence.row
+    if rows.sequences[row] is not sequence or rows.state[row] != (RUNNING if sequence.leader is None else WAITING):
+        yield f"{sequence!r}: its row has another state"
+    num_published, num_blocks = int(rows.num_published[row]), int(rows.num_blocks[row])
+    if not 0 <= rows.num_computed[row] <= rows.num_tokens[row] <= rows.capacity(row):
+        yield f"{sequence!r}: computed <= tokens <= capacity ({rows.capacity(row)}) does not hold"
+    if rows.block_table[:, row, num_blocks:].any():
+        yield f"{sequence!r}: its table goes on after its {num_blocks} blocks"
+    if len(sequence.tokens) != rows.num_tokens[row]:
+        yield f"{sequence!r}: {len(sequence.tokens)} token ids are kept"
+    tail_end = rows.tail_start(row) + rows.tail_tokens
+    if rows.limit[row] != min(rows.capacity(row), tail_end) or rows.num_tokens[row] > tail_end:
+        yield f"{sequence!r}: may append up to {rows.limit[row]} tokens, its blocks reach to {rows.capacity(row)} and its tail to {tail_end}"
+    if sequence.leader is not None:
+        shared = rows.block_table[:, sequence.leader.row, :num_published]
+    else:
+        shared = np.concatenate([np.empty((1, 0), np.int32), *(extent.blocks for extent in sequence._extent.path())], axis=1)
+    if not np.array_equal(shared, rows.block_table[:, row, :num_published]):
+        yield f"{sequence!r}: its first {num_published} blocks are not those that it shares"
+
+
+def _free_row_problems(core: CacheCore) -> Iterator[str]:
+    rows = core.rows
+    live = {sequence.row for sequence in rows.running()}
+    for row in np.flatnonzero((rows.state == FREE) == np.isin(np.arange(len(rows.state)), list(live))).tolist():
+        yield f"row {row} is free, and has a sequence"
+    if rows.num_free + len(live) != len(rows.state):
+        yield f"{rows.num_free} rows are free and {len(live)} are live, of {len(rows.state)}"

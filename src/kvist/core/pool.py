@@ -1,0 +1,47 @@
+"""The free blocks of one group in one tier: a stack in an int32 array, so that n blocks come and go as one slice."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Hands out and takes back block ids 0 .. num_blocks-1.
+
+    Blocks given back together are handed out together and in the same order, so that neighbours stay neighbours.
+
+    >>> pool = BlockPool(5)
+    >>> pool.take(3).tolist()
+    [0, 1, 2]
+    >>> pool.give(np.array([1, 2], np.int32))
+    >>> pool.num_free, pool.take(3).tolist()
+    (4, [1, 2, 3])
+    """
+
+    __slots__ = ("_free", "num_blocks", "num_free")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.num_blocks = self.num_free = num_blocks
+
+    def take(self, n: int) -> NDArray[np.int32]:
+        """Take n blocks, n <= num_free; returns a view that holds only until the next `give`."""
+        left = self.num_free - n
+        if not 0 <= left <= self.num_free:
+            raise AssertionError(f"{n} blocks asked of a pool with {self.num_free} free: the caller must check first")
+        taken = self._free[left : self.num_free][::-1]
+        self.num_free = left
+        return taken
+
+    def give(self, blocks: NDArray[np.int32]) -> None:
+        """Give blocks back; each must have been taken."""
+        end = self.num_free + len(blocks)
+        if end > self.num_blocks:
+            raise AssertionError(f"{len(blocks)} blocks given to a pool that lacks {self.num_blocks - self.num_free}: given twice")
+        self._free[self.num_free : end] = blocks[::-1]
+        self.num_free = end
+
+    def free_blocks(self) -> NDArray[np.int32]:
+        """Copy the ids that are free, in no order that means anything."""
+        return self._free[: self.num_free].copy()

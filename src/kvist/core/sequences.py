@@ -1,0 +1,359 @@
+"""Running sequences as rows of arrays: lengths, block tables, and the tokens that are not in the tree yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core.tokens import TOKEN_BYTES, TokenArray
+from kvist.errors import ArgumentTypeError, SequenceError
+
+if TYPE_CHECKING:
+    from kvist.core.extents import Extent, Namespace
+
+__all__ = ["Batch", "Sequence", "SequenceRows", "Sequences"]
+
+Sequences = Iterable["Sequence"] | NDArray[np.integer[Any]]
+
+NEVER = np.iinfo(np.int64).max
+MIN_TAIL_TOKENS = 64
+FREE, RUNNING, WAITING = 0, 1, 2
+row_of = attrgetter("row")
+
+
+class Sequence:
+    """One running request: a handle on a row of the manager's arrays. Ends with `free`; then `row` is -1."""
+
+    __slots__ = (
+        "_beams",
+        "_earlier",
+        "_earlier_start",
+        "_extent",
+        "_rows",
+        "leader",
+        "namespace",
+        "num_cached_tokens",
+        "publishes",
+        "row",
+    )
+
+    def __init__(self, rows: SequenceRows, row: int, namespace: Namespace, extent: Extent, *, publishes: bool) -> None:
+        self._rows = rows
+        self.row = row
+        self.namespace = namespace
+        self._extent = extent
+        self.publishes = publishes
+        self.num_cached_tokens = 0
+        self.leader: Sequence | None = None
+        self._beams: list[Sequence] | None = None
+        self._earlier: bytes | bytearray = b""
+        self._earlier_start = 0
+
+    def __repr__(self) -> str:
+        if not self.is_live:
+            return "<Sequence freed>"
+        return f"<Sequence row {self.row}: {self.num_tokens} tokens, {self.num_computed_tokens} computed, {self.num_blocks} blocks>"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it still runs."""
+        return self.row >= 0
+
+    @property
+    def beams(self) -> list[Sequence]:
+        """The live sequences that were admitted together for beam search, in order; just itself if there was one."""
+        return [self] if self._beams is None else list(self._beams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, computed or not."""
+        return int(self._rows.num_tokens[self._live_row()])
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose K and V are known to be written."""
+        return int(self._rows.num_computed[self._live_row()])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in its table, shared ones and reserved ones included."""
+        return int(self._rows.num_blocks[self._live_row()])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its blocks have room for, at most `max_sequence_length`."""
+        return self._rows.capacity(self._live_row())
+
+    @property
+    def version(self) -> int:
+        """Grows whenever block ids already in the table change (sharing found, rewind, reorder), not when blocks are added."""
+        return int(self._rows.version[self._live_row()])
+
+    @property
+    def block_ids(self) -> NDArray[np.int32]:
+        """A copy of its block ids, int32 `[num_blocks]` (first group)."""
+        return self._rows.block_table[0, self._live_row(), : self.num_blocks].copy()
+
+    @property
+    def tokens(self) -> TokenArray:
+        """A copy of its token ids, int32 `[num_tokens]`."""
+        row = self._live_row()
+        if self.leader is not None:
+            return self.leader.tokens[: self.num_tokens]
+        path = b"".join(bytes(extent.tokens) for extent in self._extent.path())
+        published = int(self._rows.num_published[row]) * self._rows.block_size
+        return np.frombuffer(path + self._rows.token_bytes(self, published, self.num_tokens), np.int32)
+
+    def _live_row(self) -> int:
+        if self.row < 0:
+            raise SequenceError("the sequence has been freed")
+        return self.row
+
+
+class Batch:
+    """Rows that were checked: live, distinct. `select` indexes the row arrays, a slice where the rows are neighbours."""
+
+    __slots__ = ("rows", "select")
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self.rows = rows
+        self.select: slice | NDArray[np.int64] = rows
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (len(rows) == 1 or bool((np.diff(rows) == 1).all())):
+            self.select = slice(int(rows[0]), int(rows[-1]) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What a row holds: its extent, block ids `[num_groups, num_blocks]` and packed unpublished tokens."""
+
+    extent: Extent
+    blocks: NDArray[np.int32]
+    num_published: int
+    num_computed: int
+    tokens: bytes
+
+
+class SequenceRows:
+    """The arrays behind the sequences; row i of each belongs to one sequence. int64 where not said otherwise.
+
+    `num_computed <= num_tokens <= capacity` always. `num_published` counts the leading blocks that the tree owns: the row holds
+    them by its sequence's extent (a waiting beam's are its leader's), the rest belongs to the row alone. Tokens not yet published lie in `Sequence._earlier`
+    (from `_earlier_start` on), the latest in the row's `tail`, `[max_sequences, tail_tokens]`. `limit` is the number of tokens up to which
+    appending needs neither a block nor room in the tail; `publish_due` the number of computed tokens from which on there is
+    a block to publish. Table entries past `num_blocks` are 0.
+    """
+
+    def __init__(self, max_sequences: int, max_tokens: int, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        self.max_tokens = max_tokens
+        self.num_tokens, self.num_computed, self.num_blocks, self.num_published, self.limit, self.version = np.zeros(
+            (6, max_sequences), np.int64
+        )
+        self.publish_due = np.full(max_sequences, NEVER)
+        self.state = np.zeros(max_sequences, np.uint8)
+        self.block_table = np.zeros((num_groups, max_sequences, -(-max_tokens // block_size)), np.int32)
+        self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS)
+        self.tail = np.zeros(max_sequences * self.tail_tokens, np.int32)
+        self.tail_origin = np.zeros(max_sequences, np.int64)
+        self.sequences: list[Sequence | None] = [None] * max_sequences
+        self.num_waiting = 0
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._last_batch: tuple[bytes, Batch] | None = None
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no sequence has."""
+        return len(self._free_rows)
+
+    def running(self) -> list[Sequence]:
+        """List the live sequences, by row."""
+        return [sequence for sequence in self.sequences if sequence is not None]
+
+    def open(self, namespace: Namespace, extent: Extent, *, publishes: bool) -> Sequence:
+        """Give a new sequence a row; there must be one."""
+        row = self._free_rows.pop()
+        sequence = Sequence(self, row, namespace, extent, publishes=publishes)
+        self.sequences[row] = sequence
+        self.state[row] = RUNNING
+        self._last_batch = None
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        """Take the row back; its blocks must have been given back."""
+        row = sequence.row
+        self.block_table[:, row, : self.num_blocks[row]] = 0
+        self.num_waiting -= int(self.state[row] == WAITING)
+        self.num_tokens[row] = self.num_computed[row] = self.num_blocks[row] = self.num_published[row] = self.limit[row] = 0
+        self.publish_due[row] = NEVER
+        self.state[row] = FREE
+        self.sequences[row] = None
+        self._free_rows.append(row)
+        self._last_batch = None
+        sequence.row = -1
+        sequence._earlier = b""
+
+    def set_state(self, sequence: Sequence, state: int) -> None:
+        """Let a beam wait for its leader, or run."""
+        self.num_waiting += int(state == WAITING) - int(self.state[sequence.row] == WAITING)
+        self.state[sequence.row] = state
+        self._last_batch = None
+
+    def check_running(self, sequence: Sequence, call: str) -> None:
+        """Raise SequenceError unless the sequence is a live one of this manager that runs."""
+        self.check_live(sequence, call)
+        if sequence.leader is not None:
+            raise SequenceError(f"{call}: {sequence!r} is a beam that waits until its beam 0 has committed the whole prompt")
+
+    def check_live(self, sequence: Sequence, call: str) -> None:
+        """Raise unless it is a live sequence of this manager."""
+        if not isinstance(sequence, Sequence):
+            raise ArgumentTypeError(f"{call}: expected a Sequence, got {type(sequence).__name__}")
+        if sequence.row < 0:
+            raise SequenceError(f"{call}: the sequence has been freed")
+        if sequence._rows is not self:
+            raise SequenceError(f"{call}: the sequence belongs to another manager")
+
+    def batch(self, sequences: Sequences, call: str) -> Batch:
+        """Check the sequences or rows of one call: live, running, each named once."""
+        if not isinstance(sequences, np.ndarray):
+            return self._batch_of_sequences(sequences, call)
+        if sequences.ndim != 1 or sequences.dtype.kind not in "iu":
+            raise ArgumentTypeError(f"{call}: rows must be a 1-D int array, not {sequences.dtype} of shape {sequences.shape}")
+        rows = sequences.astype(np.int64)
+        content = rows.tobytes()
+        if self._last_batch is not None and self._last_batch[0] == content:
+            return self._last_batch[1]
+        batch = self._checked(rows, call)
+        self._last_batch = (content, batch)
+        return batch
+
+    def _batch_of_sequences(self, sequences: Iterable[Sequence], call: str) -> Batch:
+        if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
+            raise ArgumentTypeError(f"{call}: sequences must be a list of Sequence or a 1-D int array of rows, not {type(sequences).__name__}")
+        named = list(sequences)
+        for sequence in named:
+            if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not self:
+                self.check_live(sequence, call)
+        return self._checked(np.fromiter(map(row_of, named), np.int64, len(named)), call)
+
+    def _checked(self, rows: NDArray[np.int64], call: str) -> Batch:
+        if not len(rows):
+            return Batch(rows)
+        if len(rows) == 1 and 0 <= rows[0] < len(self.state) and self.state[rows[0]] == RUNNING:
+            return Batch(rows)
+        outside = (rows < 0) | (rows >= len(self.state))
+        if outside.any():
+            raise SequenceError(f"{call}: row {rows[outside][0]} is not one of 0 .. {len(self.state) - 1}")
+        if (self.state[rows] != RUNNING).any():
+            row = int(rows[self.state[rows] != RUNNING][0])
+            if self.state[row] == WAITING:
+                raise SequenceError(f"{call}: row {row} is a beam that waits until its beam 0 has committed the whole prompt")
+            raise SequenceError(f"{call}: row {row} has no running sequence")
+        batch = Batch(rows)
+        if batch.select is rows and len(np.unique(rows)) < len(rows):
+            values, counts = np.unique(rows, return_counts=True)
+            raise SequenceError(f"{call}: row {values[counts > 1][0]} is named {counts[counts > 1][0]} times in one call")
+        return batch
+
+    # -- whole rows ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, sequence: Sequence) -> RowState:
+        """Copy what a row holds."""
+        row = sequence.row
+        published, num_tokens = int(self.num_published[row]), int(self.num_tokens[row])
+        return RowState(
+            extent=sequence._extent,
+            blocks=self.block_table[:, row, : self.num_blocks[row]].copy(),
+            num_published=published,
+            num_computed=int(self.num_computed[row]),
+            tokens=self.token_bytes(sequence, published * self.block_size, num_tokens),
+        )
+
+    def restore(self, sequence: Sequence, state: RowState) -> None:
+        """Make a row hold what another held; who owns the blocks and holds the extent is the caller's business."""
+        row = sequence.row
+        table, num_blocks = self.block_table[:, row], state.blocks.shape[1]
+        table[:, num_blocks : self.num_blocks[row]] = 0
+        table[:, :num_blocks] = state.blocks
+        self.num_blocks[row] = num_blocks
+        self.num_computed[row] = state.num_computed
+        self.version[row] += 1
+        sequence._extent = state.extent
+        self.set_earlier(sequence, state.num_published * self.block_size, state.tokens)
+        self.set_published(sequence, state.num_published)
+        self.refresh_limits(row)
+
+    # -- capacity -----------------------------------------------------------------------------------------------------
+
+    def capacity(self, row: int) -> int:
+        """Tokens that the row's blocks have room for."""
+        return min(int(self.num_blocks[row]) * self.block_size, self.max_tokens)
+
+    def refresh_limits(self, rows: int | NDArray[np.int64]) -> None:
+        """Derive `limit` of rows whose blocks or tail have changed."""
+        tail_end = rows * self.tail_tokens - self.tail_origin[rows] + self.tail_tokens
+        self.limit[rows] = np.minimum(np.minimum(self.num_blocks[rows] * self.block_size, self.max_tokens), tail_end)
+
+    def set_published(self, sequence: Sequence, num_blocks: int) -> None:
+        """Note that the tree owns the row's first `num_blocks` blocks; forget their tokens."""
+        row, boundary = sequence.row, num_blocks * self.block_size
+        self.num_published[row] = num_blocks
+        self.publish_due[row] = boundary + self.block_size if sequence.publishes else NEVER
+        held = len(sequence._earlier) // TOKEN_BYTES
+        done = boundary - sequence._earlier_start
+        if done >= held:
+            sequence._earlier = b""
+            sequence._earlier_start = max(boundary, sequence._earlier_start + held)
+        elif 2 * done >= held:
+            sequence._earlier = sequence._earlier[done * TOKEN_BYTES :]
+            sequence._earlier_start = boundary
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def tail_start(self, row: int) -> int:
+        """Return the position of the first token in the row's tail."""
+        return row * self.tail_tokens - int(self.tail_origin[row])
+
+    def set_earlier(self, sequence: Sequence, start: int, tokens: bytes | bytearray) -> None:
+        """Make `tokens` the row's unpublished ones, from position `start` to its end, and the tail empty."""
+        row = sequence.row
+        end = start + len(tokens) // TOKEN_BYTES
+        sequence._earlier, sequence._earlier_start = tokens, start
+        self.num_tokens[row] = end
+        self.tail_origin[row] = row * self.tail_tokens - end
+
+    def extend_earlier(self, sequence: Sequence, tokens: bytes) -> None:
+        """Append tokens of any number, through the earlier ones."""
+        self.empty_tail(sequence)
+        row = sequence.row
+        sequence._earlier += tokens  # type: ignore[operator]
+        self.num_tokens[row] += len(tokens) // TOKEN_BYTES
+        self.tail_origin[row] = row * self.tail_tokens - self.num_tokens[row]
+
+    def empty_tail(self, sequence: Sequence) -> None:
+        """Move the row's tail to the earlier tokens, without what has been published meanwhile."""
+        row = sequence.row
+        start, end = self.tail_start(row), int(self.num_tokens[row])
+        origin = row * self.tail_tokens
+        earlier = sequence._earlier if isinstance(sequence._earlier, bytearray) else bytearray(sequence._earlier)
+        skip = 0 if earlier else max(sequence._earlier_start - start, 0)
+        earlier += self.tail[origin + skip : origin + end - start].tobytes()
+        sequence._earlier = earlier
+        self.tail_origin[row] = origin - end
+
+    def token_bytes(self, sequence: Sequence, start: int, end: int) -> bytes:
+        """Return the packed unpublished tokens at positions start .. end-1."""
+        row, base = sequence.row, sequence._earlier_start
+        tail_start = self.tail_start(row)
+        earlier = sequence._earlier[(start - base) * TOKEN_BYTES : (end - base) * TOKEN_BYTES] if start < tail_start else b""
+        if end <= tail_start:
+            return bytes(earlier)
+        origin = int(self.tail_origin[row])
+        return bytes(earlier) + self.tail[origin + max(start, tail_start) : origin + end].tobytes()
