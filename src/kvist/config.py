@@ -14,20 +14,36 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "f
 
 MAX_BLOCK_IDS = 2**31 - 1
 POLICY_NAMES = ("fifo", "lfu", "lru", "priority")
-SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The K and V that one attention layer keeps of each token.
 
-    K is `[num_kv_heads, head_dim]`, V `[num_kv_heads, value_head_dim]` (`head_dim` where None), both of `dtype`, a torch dtype's name.
+    K is `[num_kv_heads, head_dim]`, V `[num_kv_heads, value_head_dim]` (`head_dim` where None), both of `dtype`, a
+    torch dtype's name. Only full self-attention can be cached by this version: `sliding_window`, `sink_tokens` and
+    `cross` must be left as they are, and anything else is refused by `CacheConfig.validate`.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str = "bfloat16"
+    sliding_window: int | None = None
+    sink_tokens: int = 0
     value_head_dim: int | None = None
+    cross: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -40,9 +56,12 @@ class AttentionSpec:
 
     def problems(self, name: str) -> list[str]:
         """List what is wrong with this layer, `name`d in each line."""
-        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
-        found = [f"{name}: {field} is {size!r}, must be a positive int" for field, size in sizes.items() if size is not None and not _positive(size)]
-        if self.dtype not in DTYPE_BYTES:
+        value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
+        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "value_head_dim": value_head_dim}
+        found = [f"{name}: {field} is {n!r}, must be a positive int" for field, n in sizes.items() if not _positive(n)]
+        if self.sliding_window is not None or self.sink_tokens or self.cross:
+            found.append(f"{name}: sliding windows, sink tokens and cross attention cannot be cached by this version")
+        if self.dtype not in list(DTYPE_BYTES):
             found.append(f"{name}: dtype is {self.dtype!r}, must be one of {', '.join(DTYPE_BYTES)}")
         return found
 
@@ -52,8 +71,9 @@ class CacheConfig:
     """The settings of one manager.
 
     `layers` share one block table. Memory is given as `num_blocks` or as `memory`, bytes or text such as `"20 GiB"`, of
-    which as many whole blocks are made as fit. `policy` names an eviction policy, or is a callable that gives an extent its
-    sort key (the least goes first). `reuse=False` keeps nothing after `free`; `partial_reuse=False` reuses whole blocks only.
+    which as many whole blocks are made as fit. `policy` names an eviction policy, or is a callable that gives an
+    extent its sort key (the least goes first). `reuse=False` keeps nothing after `free`; `partial_reuse=False` reuses
+    whole blocks only.
 
     >>> CacheConfig([AttentionSpec(8, 128)] * 32, memory="1 GiB").resolved_num_blocks
     512
@@ -89,18 +109,14 @@ class CacheConfig:
 
     def validate(self) -> None:
         """Raise ConfigError with every problem at once."""
-        problems = [line for index, layer in enumerate(self.layers) for line in _layer_problems(index, layer)]
-        if not self.layers:
-            problems.append("layers is empty, needs at least one AttentionSpec")
+        problems = _layers_problems(self.layers)
         problems += [
             f"{name} is {value!r}, must be a positive int"
             for name in ("block_size", "max_sequences", "max_sequence_length")
             if not _positive(value := getattr(self, name))
         ]
-        if isinstance(self.policy, str) and self.policy not in POLICY_NAMES:
+        if self.policy not in POLICY_NAMES if isinstance(self.policy, str) else not callable(self.policy):
             problems.append(f"policy is {self.policy!r}, must be one of {', '.join(POLICY_NAMES)} or a callable")
-        elif not isinstance(self.policy, str) and not callable(self.policy):
-            problems.append(f"policy is {self.policy!r}, must be a name or a callable")
         problems += self._size_problems(sizes_known=not problems)
         if problems:
             raise ConfigError(problems)
@@ -108,14 +124,20 @@ class CacheConfig:
     def _size_problems(self, *, sizes_known: bool) -> list[str]:
         if (self.num_blocks is None) == (self.memory is None):
             return [f"give either num_blocks or memory, not {'both' if self.memory is not None else 'neither'}"]
-        if self.num_blocks is not None:
-            if not _positive(self.num_blocks):
-                return [f"num_blocks is {self.num_blocks!r}, must be a positive int"]
-            return _id_problems(self.num_blocks, "num_blocks")
+        return (
+            self._memory_problems(sizes_known=sizes_known) if self.num_blocks is None else self._num_blocks_problems()
+        )
+
+    def _num_blocks_problems(self) -> list[str]:
+        if self.num_blocks is None or not _positive(self.num_blocks):
+            return [f"num_blocks is {self.num_blocks!r}, must be a positive int"]
+        return _id_problems(self.num_blocks, "num_blocks")
+
+    def _memory_problems(self, *, sizes_known: bool) -> list[str]:
         assert self.memory is not None
         try:
             size = parse_bytes(self.memory)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             return [f"memory: {error}"]
         if not sizes_known:
             return []
@@ -134,13 +156,19 @@ def parse_bytes(size: int | str) -> int:
         if size <= 0:
             raise ConfigError([f"{size} is not a positive number of bytes"])
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if not found or found[2] not in SIZE_UNITS:
         raise ConfigError([f"{size!r} is not a size such as 1073741824 or '20 GiB'"])
     number = int(float(found[1]) * SIZE_UNITS[found[2]])
     if number <= 0:
         raise ConfigError([f"{size!r} is not a positive number of bytes"])
     return number
+
+
+def _layers_problems(layers: Any) -> list[str]:
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        return [f"layers is {layers!r}, must be a list of at least one AttentionSpec"]
+    return [line for index, layer in enumerate(layers) for line in _layer_problems(index, layer)]
 
 
 def _layer_problems(index: int, layer: Any) -> list[str]:
@@ -150,7 +178,11 @@ def _layer_problems(index: int, layer: Any) -> list[str]:
 
 
 def _id_problems(num_blocks: int, name: str) -> list[str]:
-    return [f"{name} is {num_blocks}, more than the {MAX_BLOCK_IDS} that int32 block ids can name"] if num_blocks > MAX_BLOCK_IDS else []
+    return (
+        [f"{name} is {num_blocks}, more than the {MAX_BLOCK_IDS} that int32 block ids can name"]
+        if num_blocks > MAX_BLOCK_IDS
+        else []
+    )
 
 
 def _positive(value: Any) -> bool:

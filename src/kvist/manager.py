@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import update_wrapper
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from kvist.config import CacheConfig
+from kvist.core.arguments import as_count, as_counts
 from kvist.core.manager import CacheCore
 from kvist.core.moves import Move
 from kvist.core.sequences import Sequences
@@ -34,21 +34,20 @@ def performs_moves(
 ) -> Callable[Concatenate[KVCacheManager, Parameters], Result]:
     """Let a call that orders copies have them made by the memory, if there is one, before it returns."""
 
-    @wraps(call)
-    def wrapped(self: KVCacheManager, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def wrapped(self: KVCacheManager, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         result = call(self, *args, **kwargs)
         if self._moves and self.memory is not None:
             self.memory.perform(super(KVCacheManager, self).take_moves())
         return result
 
-    return wrapped
+    return update_wrapper(wrapped, call)
 
 
 class KVCacheManager(CacheCore):
     """Manages the KV cache of one model: which blocks hold which tokens, and what is reused.
 
-    Without `memory` it only decides: `take_moves` then returns the copies to be made before each forward pass. With it, they
-    are made before the call that needs them returns.
+    Without `memory` it only decides: `take_moves` then returns the copies to be made before each forward pass. With
+    it, they are made before the call that needs them returns.
 
     >>> from kvist import AttentionSpec, CacheConfig
     >>> manager = KVCacheManager(CacheConfig([AttentionSpec(2, 64)], block_size=4, num_blocks=8))
@@ -80,24 +79,20 @@ class KVCacheManager(CacheCore):
     ) -> BatchTables:
         """Return the index arrays of one forward pass over these sequences.
 
-        The query tokens of a sequence are the `num_query_tokens` (an int, or one for each; default: all) after its computed ones;
-        they may reach into reserved capacity. `block_table` has `max_blocks` columns (default: as many as the longest sequence has blocks),
-        entries past a sequence's blocks are `padding`. Where rows are neighbours and padding is 0 it is a read-only view
-        that shows later changes, else a fresh array. `out` takes buffers (`BatchTables.buffers`) and returns their leading parts.
+        The query tokens of a sequence are the `num_query_tokens` (an int, or one for each; default: all) after its
+        computed ones; they may reach into reserved capacity. `block_table` has `max_blocks` columns (default: as many
+        as the longest sequence has blocks), entries past a sequence's blocks are `padding`. Where rows are neighbours
+        and padding is 0 it is a read-only view that shows later changes, else a fresh array. `out` takes buffers
+        (`BatchTables.buffers`) and returns their leading parts.
         """
         batch = self.rows.batch(sequences, "tables").rows
-        query = None if num_query_tokens is None else _query_counts(num_query_tokens, len(batch))
-        if max_blocks is not None and len(batch) and max_blocks < int(self.rows.num_blocks[batch].max()):
-            raise ArgumentError(f"tables: max_blocks is {max_blocks}, a sequence has {int(self.rows.num_blocks[batch].max())} blocks")
+        query = None if num_query_tokens is None else as_counts(num_query_tokens, len(batch), "num_query_tokens")
+        if not isinstance(out, BatchTables | None):
+            raise ArgumentTypeError(f"tables: out is a {type(out).__name__}, must be BatchTables.buffers(...)")
+        if type(padding) is not int or not -(2**31) <= padding < 2**31:
+            raise ArgumentError(f"tables: padding is {padding!r}, must be an int32")
+        if max_blocks is not None:
+            needed = int(self.rows.num_blocks[batch].max(initial=0))
+            if as_count(max_blocks, "max_blocks") < needed:
+                raise ArgumentError(f"tables: max_blocks is {max_blocks}, a sequence has {needed} blocks")
         return build_tables(self.rows, batch, query, padding=padding, max_blocks=max_blocks, out=out)
-
-
-def _query_counts(num_query_tokens: Any, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    counts = np.asarray(num_query_tokens)
-    if counts.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"num_query_tokens must hold ints, not {counts.dtype}")
-    if counts.ndim and counts.shape != (length,):
-        raise ArgumentError(f"num_query_tokens has shape {counts.shape}, must be one int or one for each of {length} sequences")
-    return np.broadcast_to(counts.astype(np.int64), (length,))
-
-

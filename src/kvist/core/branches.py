@@ -1,4 +1,6 @@
-"""Sequences that share a past: forks, beams, and beam search's reordering. Only the block being written is ever private."""
+"""Sequences that share a past: forks, beams, and beam search's reordering. Only the block being written is ever
+private.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvist.core import publishing, rewinding
 from kvist.core.sequences import RUNNING, WAITING, RowState, Sequence
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
@@ -16,7 +19,7 @@ from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
 if TYPE_CHECKING:
     from kvist.core.manager import CacheCore
 
-__all__ = ["add_beams", "follow", "fork", "leave_beams", "refuse_waiting", "reorder", "start_beams"]
+__all__ = ["add_beams", "fork", "leave_beams", "refuse_waiting", "reorder", "start_beams"]
 
 
 # -- forks and reordering ---------------------------------------------------------------------------------------------
@@ -27,9 +30,9 @@ def fork(core: CacheCore, sequence: Sequence, n: int) -> list[Sequence]:
     core.rows.check_running(sequence, "fork")
     refuse_waiting(sequence, "fork")
     core.require_rows(n)
-    core.publish(sequence)
+    core.require_blocks(n * _num_private(core, sequence, "fork"))
+    publishing.publish(core, sequence)
     state = core.rows.snapshot(sequence)
-    core.require_blocks(n * _num_private(core, state, sequence.row, "fork"))
     children = []
     for _ in range(n):
         core.tree.hold(state.extent)
@@ -43,15 +46,22 @@ def fork(core: CacheCore, sequence: Sequence, n: int) -> list[Sequence]:
 def reorder(core: CacheCore, beams: list[Sequence], parents: ArrayLike) -> None:
     """Let each beam go on from its parent: one takes over the parent's own block, the others copy it."""
     origins = _checked_parents(core, beams, parents)
-    for beam in beams:
-        core.publish(beam)
-    states = [core.rows.snapshot(beam) for beam in beams]
     users = Counter(origins)
     heirs = {parent: parent if origins[parent] == parent else origins.index(parent) for parent in users}
-    num_copied = sum(_num_private(core, states[parent], beams[parent].row, "reorder") for at, parent in enumerate(origins) if heirs[parent] != at)
-    orphaned = [states[at].blocks[0, states[at].num_published :] for at in range(len(beams)) if at not in users]
-    core.require_blocks(num_copied - sum(map(len, orphaned)))
+    num_copied = sum(
+        _num_private(core, beams[parent], "reorder") for at, parent in enumerate(origins) if heirs[parent] != at
+    )
+    num_orphaned = sum(
+        beam.num_blocks - beam.num_computed_tokens // core.block_size
+        for at, beam in enumerate(beams)
+        if at not in users
+    )
+    core.require_blocks(num_copied - num_orphaned)
 
+    for beam in beams:
+        publishing.publish(core, beam)
+    states = [core.rows.snapshot(beam) for beam in beams]
+    orphaned = [states[at].blocks[0, states[at].num_published :] for at in range(len(beams)) if at not in users]
     for own in orphaned:
         core.pool.give(own)
     changed = [at for at, parent in enumerate(origins) if parent != at]
@@ -68,24 +78,29 @@ def reorder(core: CacheCore, beams: list[Sequence], parents: ArrayLike) -> None:
 
 
 def _copy_into(core: CacheCore, sequence: Sequence, state: RowState) -> None:
-    """Make a row share what another has published, with a block of its own and a copy of what the other wrote into its last."""
+    """Make a row share what another has published, with a block of its own and a copy of what the other wrote into its
+    last.
+    """
     rows, published = core.rows, state.num_published
     rows.restore(sequence, replace(state, blocks=state.blocks[:, :published]))
     if not state.tokens:
         return
     core.fill(sequence.row, published, published + 1)
-    rows.refresh_limits(sequence.row)
+    rows.refresh_limit(sequence.row)
     if written := state.num_computed - published * core.block_size:
-        core.order_move(int(state.blocks[0, published]), int(rows.block_table[0, sequence.row, published]), written)
+        core.order_move(int(state.blocks[0, published]), rows.block_table.item(0, sequence.row, published), written)
 
 
-def _num_private(core: CacheCore, state: RowState, row: int, call: str) -> int:
-    """Count the blocks with tokens that are a row's own: 0 or 1, or it cannot be copied."""
-    count = -(-len(state.tokens) // core.tree.block_bytes)
+def _num_private(core: CacheCore, sequence: Sequence, call: str) -> int:
+    """Count the blocks with tokens that will be a sequence's own once it is published: 0 or 1, or it cannot be
+    copied.
+    """
+    num_tokens, num_computed = sequence.num_tokens, sequence.num_computed_tokens
+    count = -(-num_tokens // core.block_size) - num_computed // core.block_size
     if count > 1:
         raise SequenceError(
-            f"{call}: row {row} has {count} blocks of tokens that are not committed, and only the last may be; "
-            f"{state.num_computed} of its {core.rows.num_tokens[row]} tokens are computed: commit first"
+            f"{call}: row {sequence.row} has {count} blocks of tokens not committed, and only the last may be; "
+            f"{num_computed} of its {num_tokens} tokens are computed: commit first"
         )
     return count
 
@@ -112,7 +127,9 @@ def _checked_parents(core: CacheCore, beams: Any, parents: ArrayLike) -> list[in
 
 
 def add_beams(core: CacheCore, leader: Sequence, prompt: bytes, num_beams: int) -> None:
-    """Give a prompt just admitted its other beams: their rows show the leader's full blocks, own a last one, and wait."""
+    """Give a prompt just admitted its other beams: their rows show the leader's full blocks, own a last one, and
+    wait.
+    """
     rows, root = core.rows, core.tree.root(leader.namespace)
     num_full, rest = divmod(len(prompt) // TOKEN_BYTES, core.block_size)
     beams = [leader]
@@ -122,34 +139,27 @@ def add_beams(core: CacheCore, leader: Sequence, prompt: bytes, num_beams: int) 
         beam.leader, beam.num_cached_tokens = leader, leader.num_cached_tokens
         rows.set_state(beam, WAITING)
         shared = rows.block_table[:, leader.row, :num_full]
-        rows.restore(beam, RowState(root, shared, num_full, 0, prompt[num_full * core.tree.block_bytes :]))
+        rows.restore(
+            beam, RowState(root, shared, num_full, 0, prompt[num_full * core.tree.block_bytes :], leader.publishes)
+        )
         if rest:
             core.fill(beam.row, num_full, num_full + 1)
-            rows.refresh_limits(beam.row)
+            rows.refresh_limit(beam.row)
         beams.append(beam)
     for beam in beams:
         beam._beams = beams
 
 
-def follow(core: CacheCore, leader: Sequence) -> None:
-    """Show a change in a leader's blocks in the rows of the beams that wait for it."""
-    rows = core.rows
-    for beam in _waiting_beams(leader):
-        num_full = int(rows.num_published[beam.row])
-        rows.block_table[:, beam.row, :num_full] = rows.block_table[:, leader.row, :num_full]
-        rows.version[beam.row] += 1
-
-
 def start_beams(core: CacheCore, leader: Sequence) -> None:
     """Turn the beams that wait for a leader into forks of it, if all of the prompt is committed by now."""
     rows = core.rows
-    waiting = _waiting_beams(leader)
+    waiting = leader.waiting_beams()
     if not waiting or rows.num_computed[leader.row] < rows.num_tokens[waiting[0].row]:
         return
     num_full, rest = divmod(int(rows.num_tokens[waiting[0].row]), core.block_size)
-    source = int(rows.block_table[0, leader.row, num_full]) if rest else 0
-    core.publish(leader)
-    extent = core.extent_ending_at(leader, num_full)
+    source = rows.block_table.item(0, leader.row, num_full) if rest else 0
+    publishing.publish(core, leader)
+    extent = rewinding.extent_ending_at(core, leader, num_full)
     for beam in waiting:
         core.tree.hold(extent)
         core.tree.release(beam._extent)
@@ -157,13 +167,13 @@ def start_beams(core: CacheCore, leader: Sequence) -> None:
         rows.set_state(beam, RUNNING)
         rows.num_computed[beam.row] = rows.num_tokens[beam.row]
         if rest:
-            core.order_move(source, int(rows.block_table[0, beam.row, num_full]), rest)
+            core.order_move(source, rows.block_table.item(0, beam.row, num_full), rest)
 
 
 def leave_beams(core: CacheCore, sequence: Sequence) -> None:
     """Take a sequence that is about to be freed out of its beams; the first that waits for it takes its place."""
     assert sequence._beams is not None
-    waiting = _waiting_beams(sequence)
+    waiting = sequence.waiting_beams()
     sequence._beams.remove(sequence)
     sequence._beams = None
     if not waiting:
@@ -173,15 +183,13 @@ def leave_beams(core: CacheCore, sequence: Sequence) -> None:
     core.rows.restore(heir, ours)
     core.rows.restore(sequence, theirs)
     core.rows.set_state(heir, RUNNING)
+    rewinding.rewind_own(core, heir, theirs.num_published * core.block_size + len(theirs.tokens) // TOKEN_BYTES)
+    core.rows.refresh_limit(heir.row)
     for beam in waiting:
         beam.leader = heir if beam is not heir else None
 
 
 def refuse_waiting(sequence: Sequence, call: str) -> None:
     """Raise SequenceError if beams wait for the sequence's prompt to be committed."""
-    if waiting := _waiting_beams(sequence):
+    if waiting := sequence.waiting_beams():
         raise SequenceError(f"{call}: {len(waiting)} beams wait until {sequence!r} has committed the whole prompt")
-
-
-def _waiting_beams(leader: Sequence) -> list[Sequence]:
-    return [beam for beam in leader._beams or () if beam.leader is leader]

@@ -14,7 +14,11 @@ __all__ = ["state_digest"]
 
 def state_digest(core: CacheCore) -> str:
     """Hash geometry, cached content with its blocks and use, sequences, pins and free blocks, all in a fixed order."""
-    state = hashlib.sha256(repr((core.config.block_size, core.config.max_sequences, core.config.max_sequence_length, core.pool.num_blocks)).encode())
+    state = hashlib.sha256(
+        repr(
+            (core.config.block_size, core.config.max_sequences, core.config.max_sequence_length, core.pool.num_blocks)
+        ).encode()
+    )
     for namespace in sorted(core.tree.roots, key=repr):
         state.update(repr(namespace).encode())
         for extent in core.tree.roots[namespace].subtree_in_order():
@@ -25,12 +29,16 @@ def state_digest(core: CacheCore) -> str:
         state.update(repr((row, sequence.namespace, counts, sequence.publishes, sequence.leader is None)).encode())
         state.update(sequence.tokens.astype("<i4").tobytes())
         state.update(sequence.block_ids.astype("<i4").tobytes())
-    state.update(repr(sorted((pin.namespace, pin.num_tokens) for pin in core.pins) if core.pins else ()).encode())
+    state.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in core.pins), key=repr)).encode())
     state.update(core.pool.free_blocks().astype("<i4").tobytes())
     return state.hexdigest()
 
 
 def _add_extent(state: hashlib._Hash, extent: Extent) -> None:
-    state.update(repr((extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, extent.priority)).encode())
+    state.update(
+        repr(
+            (extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, extent.priority)
+        ).encode()
+    )
     state.update(extent.tokens)
     state.update(extent.blocks.astype("<i4").tobytes())

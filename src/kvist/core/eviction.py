@@ -47,8 +47,8 @@ class EvictionQueue:
     """The extents that could be evicted now, in the policy's order.
 
     An extent is in here exactly while nothing refers to it and it has no children; the tree offers and withdraws.
-    Withdrawing only voids the entry (`ticket` 0): stale entries are skipped, and swept out when they outnumber the rest.
-    Among equal keys the extent offered first goes first.
+    Withdrawing only voids the entry (`ticket` 0): stale entries are skipped, and swept out when they outnumber the
+    rest. Among equal keys the extent offered first goes first.
     """
 
     __slots__ = ("_heap", "_last_ticket", "_policy", "num_candidates")

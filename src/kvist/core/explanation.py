@@ -28,7 +28,8 @@ class Part:
     num_holders: int
 
     def __str__(self) -> str:
-        return f"tokens {self.start} .. {self.start + self.num_tokens - 1}: {self.num_blocks} blocks, {self.state}, {self.num_holders} holders"
+        tokens = f"tokens {self.start} .. {self.start + self.num_tokens - 1}"
+        return f"{tokens}: {self.num_blocks} blocks, {self.state}, {self.num_holders} holders"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,22 @@ def of_sequence(core: CacheCore, sequence: Sequence) -> Explanation:
     if num_tokens > start or own:
         state = f"its own, {max(computed - start, 0)} tokens computed"
         parts.append(Part(start, num_tokens - start, own, state, 1))
-    return Explanation(f"{sequence!r}, {sequence.num_cached_tokens} of its prompt's tokens came from the cache", tuple(parts))
+    return Explanation(
+        f"{sequence!r}, {sequence.num_cached_tokens} of its prompt's tokens came from the cache", tuple(parts)
+    )
 
 
-def of_prompt(core: CacheCore, match: PrefixMatch) -> Explanation:
+def of_prompt(core: CacheCore, prompt: bytes, match: PrefixMatch) -> Explanation:
     """Describe what of a prompt is cached, and say why not more."""
     subject = f"prompt of {match.num_prompt_tokens} tokens in namespace {match.namespace!r}: {match.num_tokens} cached"
-    return Explanation(subject, tuple(_cached_parts(core, match)), _why_not_more(core, match))
+    return Explanation(subject, tuple(_cached_parts(core, prompt, match)), _why_not_more(core, prompt, match))
 
 
-def _cached_parts(core: CacheCore, match: PrefixMatch) -> list[Part]:
+def _cached_parts(core: CacheCore, prompt: bytes, match: PrefixMatch) -> list[Part]:
     root = core.tree.roots.get(match.namespace)
     if root is None:
         return []
-    found = core.tree.find(root, match.prompt, len(match.prompt) - TOKEN_BYTES, partial=core.tree.partial)
+    found = core.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=core.tree.partial)
     parts, start = [], 0
     for extent in found.extent.path():
         parts.append(Part(start, extent.num_tokens, extent.num_blocks, _use(extent.references), extent.references))
@@ -87,15 +90,16 @@ def _use(references: int) -> str:
     return "in use" if references else "evictable"
 
 
-def _why_not_more(core: CacheCore, match: PrefixMatch) -> str:
+def _why_not_more(core: CacheCore, prompt: bytes, match: PrefixMatch) -> str:
     if match.num_missing_tokens == 1:
         return "only the last token is missing, which is always computed"
-    if waiting := [sequence for sequence in core.rows.running() if _has_more(sequence, match)]:
+    if waiting := [sequence for sequence in core.rows.running() if _has_more(sequence, prompt, match)]:
         best = max(waiting, key=lambda sequence: sequence.num_tokens)
-        return f"uncommitted: row {best.row} has more of it, but only {best.num_computed_tokens} of its tokens are computed"
+        computed = best.num_computed_tokens
+        return f"uncommitted: row {best.row} has more of it, but only {computed} of its tokens are computed"
     for namespace, root in core.tree.roots.items():
         if namespace != match.namespace:
-            other = core.tree.find(root, match.prompt, len(match.prompt) - TOKEN_BYTES, partial=False)
+            other = core.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
             if other.position // TOKEN_BYTES > match.num_tokens:
                 return f"other namespace: {namespace!r} has {other.position // TOKEN_BYTES} tokens of it"
     if match.num_missing_tokens <= core.block_size:
@@ -103,8 +107,12 @@ def _why_not_more(core: CacheCore, match: PrefixMatch) -> str:
     return "cold: the rest has never been committed here, or has been evicted"
 
 
-def _has_more(sequence: Sequence, match: PrefixMatch) -> bool:
-    if sequence.namespace != match.namespace or not sequence.publishes or sequence.num_computed_tokens > match.num_tokens:
+def _has_more(sequence: Sequence, prompt: bytes, match: PrefixMatch) -> bool:
+    if (
+        sequence.namespace != match.namespace
+        or not sequence.publishes
+        or sequence.num_computed_tokens > match.num_tokens
+    ):
         return False
-    ours = np.frombuffer(match.prompt, np.int32)[: match.num_tokens + 1]
+    ours = np.frombuffer(prompt, np.int32)[: match.num_tokens + 1]
     return sequence.num_tokens > match.num_tokens and bool(np.array_equal(sequence.tokens[: len(ours)], ours))

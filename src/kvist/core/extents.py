@@ -1,13 +1,14 @@
-"""The prefix tree: extents are runs of consecutive committed blocks, found by comparing token bytes, evicted leaf first.
+"""The prefix tree: extents are runs of consecutive committed blocks, found by comparing token bytes, evicted leaf
+first.
 
 Rules that must not be broken, with their reasons:
 
-- Every extent but a root has at least one block, and only a leaf that nothing refers to may end in a partly filled block:
-  sequences hold whole blocks, and copy from a partly filled one.
+- Every extent but a root has at least one block, and only a leaf that nothing refers to may end in a partly filled
+block:   sequences hold whole blocks, and copy from a partly filled one.
 - `references` counts direct holders (sequences, pins) plus children that are themselves referenced. So an ancestor of
   anything held is referenced too, and holding or releasing stops at the first extent whose state does not change.
-- Listed extents can be found by others (`key` is their key among the parent's children). An unlisted one (`key` is None)
-  is shared by the sequences that hold it only, and ends with the last of them.
+- Listed extents can be found by others (`key` is their key among the parent's children). An unlisted one (`key` is
+None)   is shared by the sequences that hold it only, and ends with the last of them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ Namespace = tuple[str | int | bytes, ...]
 class Extent:
     """A run of blocks that follow one another in a prefix.
 
-    `tokens` are the packed ids that the blocks hold, `blocks` the ids `[num_groups, num_blocks]`. `last_use` and `created`
-    are ticks of the tree; `hits` counts the admissions that reused it; `ticket` is nonzero while it waits in the eviction queue.
+    `tokens` are the packed ids that the blocks hold, `blocks` the ids `[num_groups, num_blocks]`. `last_use` and
+    `created` are ticks of the tree; `hits` counts the admissions that reused it; `ticket` is nonzero while it waits in
+    the eviction queue.
     """
 
     __slots__ = (
@@ -55,7 +57,9 @@ class Extent:
         "tokens",
     )
 
-    def __init__(self, parent: Extent | None, key: bytes | None, tokens: bytes | bytearray, blocks: Blocks, tick: int) -> None:
+    def __init__(
+        self, parent: Extent | None, key: bytes | None, tokens: bytes | bytearray, blocks: Blocks, tick: int
+    ) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
@@ -70,7 +74,7 @@ class Extent:
     @property
     def num_blocks(self) -> int:
         """Blocks per group, the partly filled one included."""
-        return self.blocks.shape[1]
+        return len(self.blocks[0])
 
     @property
     def num_tokens(self) -> int:
@@ -117,8 +121,8 @@ class Root(Extent):
 class Match:
     """Where a prefix was found: `extent` matches to its end; below it the first `child_blocks` blocks of `child` do.
 
-    `position` is the number of bytes in whole blocks that match; the `num_partial_tokens` that follow are the first of block
-    `source_block` of `source`.
+    `position` is the number of bytes in whole blocks that match; the `num_partial_tokens` that follow are the first of
+    block `source_block` of `source`.
     """
 
     __slots__ = ("child", "child_blocks", "extent", "num_partial_tokens", "position", "source", "source_block")
@@ -157,22 +161,26 @@ class PrefixTree:
             root = self.roots[namespace] = Root(namespace, len(self.pools))
         return root
 
-    def find(self, extent: Extent, tokens: bytes, limit: int, *, partial: bool) -> Match:
+    def find(self, extent: Extent, tokens: bytes | memoryview, limit: int, *, partial: bool) -> Match:
         """Follow `tokens` down from `extent`, at most `limit` bytes far; changes nothing."""
         block_bytes = self.block_bytes
         position = 0
         while position < limit and extent.children:
-            child = extent.children.get(tokens[position : position + block_bytes])
+            child = extent.children.get(bytes(tokens[position : position + block_bytes]))
             if child is None:
                 return self._find_beside(Match(extent, position), tokens, limit) if partial else Match(extent, position)
             size = len(child.tokens)
-            if position + size > limit or size % block_bytes or not tokens.startswith(child.tokens, position):
+            if (
+                position + size > limit
+                or size % block_bytes
+                or not child.tokens.startswith(tokens[position : position + size])
+            ):
                 return self._find_inside(Match(extent, position), child, tokens, limit, partial)
             extent = child
             position += size
         return Match(extent, position)
 
-    def _find_inside(self, match: Match, child: Extent, tokens: bytes, limit: int, partial: bool) -> Match:
+    def _find_inside(self, match: Match, child: Extent, tokens: bytes | memoryview, limit: int, partial: bool) -> Match:
         length = min(len(child.tokens), limit - match.position)
         agreed = common_prefix(tokens, match.position, child.tokens, length)
         blocks, rest = divmod(agreed, self.block_bytes)
@@ -183,8 +191,8 @@ class PrefixTree:
             match.source, match.source_block, match.num_partial_tokens = child, blocks, rest // TOKEN_BYTES
         return match
 
-    def _find_beside(self, match: Match, tokens: bytes, limit: int) -> Match:
-        rest = tokens[match.position : min(match.position + self.block_bytes, limit)]
+    def _find_beside(self, match: Match, tokens: bytes | memoryview, limit: int) -> Match:
+        rest = bytes(tokens[match.position : min(match.position + self.block_bytes, limit)])
         sibling, agreed = self._nearest(match.extent, rest)
         if agreed:
             match.source, match.num_partial_tokens = sibling, agreed // TOKEN_BYTES
@@ -197,10 +205,12 @@ class PrefixTree:
             return None, 0
         if len(children) > FEW_CHILDREN and extent.order is None:
             extent.order = SortedKeys(children)
-        nearest, longest = None, 0
+        nearest, longest, first_token = None, 0, rest[:TOKEN_BYTES]
         for key in children if extent.order is None else extent.order.neighbours(rest):
-            agreed = common_prefix(rest, 0, key, min(len(key), len(rest)))
-            if agreed > longest:
+            if (
+                key.startswith(first_token)
+                and (agreed := common_prefix(rest, 0, key, min(len(key), len(rest)))) > longest
+            ):
                 nearest, longest = children[key], agreed
         return nearest, longest
 
@@ -252,10 +262,11 @@ class PrefixTree:
     def insert(self, held: Extent, tokens: bytes, blocks: Blocks) -> tuple[Extent, int]:
         """Publish content below an extent that the caller holds, and move the hold to the deepest extent of it.
 
-        Returns that extent and the number of leading `blocks` whose content was already there: these the tree does not take.
-        The last block may be partly filled; then the caller must release the hold at once.
+        Returns that extent and the number of leading `blocks` whose content was already there: these the tree does not
+        take. The last block may be partly filled; then the caller must release the hold at once.
         """
-        extent, existing = self._descend(held, tokens) if held.children else (held, 0)
+        known = held.children is not None and tokens[: self.block_bytes] in held.children
+        extent, existing = self._descend(held, tokens) if known else (held, 0)
         if extent is not held:
             self.hold(extent)
             held.references -= 1
@@ -274,7 +285,9 @@ class PrefixTree:
         return extent, match.position // self.block_bytes
 
     def _is_covered(self, extent: Extent, rest: bytes) -> bool:
-        """Say whether a child holds all of a partly filled block; remove one that holds less than `rest` and no more."""
+        """Say whether a child holds all of a partly filled block; remove one that holds less than `rest` and no
+        more.
+        """
         if len(rest) >= self.block_bytes and not extent.num_short_children:
             return False
         child, agreed = self._nearest(extent, rest[: self.block_bytes])
@@ -285,7 +298,9 @@ class PrefixTree:
         return False
 
     def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, *, listed: bool) -> Extent:
-        """Grow the extent where only the caller has ever used it, else give it a child; the caller's hold moves along."""
+        """Grow the extent where only the caller has ever used it, else give it a child; the caller's hold moves
+        along.
+        """
         self.tick += 1
         if self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
@@ -303,10 +318,18 @@ class PrefixTree:
     @staticmethod
     def _may_grow(extent: Extent, listed: bool) -> bool:
         is_listed = extent.key is not None
-        return extent.parent is not None and extent.references == 1 and not extent.children and not extent.hits and is_listed == listed
+        return (
+            extent.parent is not None
+            and extent.references == 1
+            and not extent.children
+            and not extent.hits
+            and is_listed == listed
+        )
 
     def split(self, extent: Extent, num_blocks: int) -> Extent:
-        """Cut an extent after its first `num_blocks` blocks; the lower part keeps its identity, the upper one is returned."""
+        """Cut an extent after its first `num_blocks` blocks; the lower part keeps its identity, the upper one is
+        returned.
+        """
         if num_blocks == extent.num_blocks:
             return extent
         at = num_blocks * self.block_bytes
@@ -326,7 +349,9 @@ class PrefixTree:
     # -- letting go ---------------------------------------------------------------------------------------------------
 
     def evict(self, num_blocks: int) -> None:
-        """Free that many evictable blocks per group, in the policy's order, each victim from its tail; they must exist."""
+        """Free that many evictable blocks per group, in the policy's order, each victim from its tail; they must
+        exist.
+        """
         while num_blocks > 0:
             extent = self.queue.first()
             size = extent.blocks.shape[1]
@@ -355,7 +380,9 @@ class PrefixTree:
         del extent.tokens[keep * self.block_bytes :]
 
     def drop(self, namespace: Namespace) -> int:
-        """Forget a namespace: free what is unreferenced, unlist the rest; returns the number of blocks freed per group."""
+        """Forget a namespace: free what is unreferenced, unlist the rest; returns the number of blocks freed per
+        group.
+        """
         root = self.roots.pop(namespace, None)
         if root is None:
             return 0
@@ -383,8 +410,8 @@ class PrefixTree:
             yield from (extent for extent in root.subtree() if extent is not root)
 
     def _give(self, blocks: Blocks) -> None:
-        for pool, ids in zip(self.pools, blocks, strict=True):
-            pool.give(ids)
+        for group, pool in enumerate(self.pools):
+            pool.give(blocks[group])
 
     def _link(self, parent: Extent, child: Extent) -> None:
         assert child.key is not None

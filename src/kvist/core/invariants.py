@@ -21,7 +21,9 @@ MAX_PROBLEMS = 20
 
 
 def check(core: CacheCore) -> None:
-    """Raise InvariantError with what is wrong and who holds it; changes nothing, costs time in proportion to the pool."""
+    """Raise InvariantError with what is wrong and who holds it; changes nothing, costs time in proportion to the
+    pool.
+    """
     extents = _all_extents(core)
     problems = [
         *_block_problems(core, extents),
@@ -40,7 +42,8 @@ def describe(extent: Extent) -> str:
     """Name an extent by its place in the tree."""
     start = sum(each.num_blocks for each in extent.path()[:-1])
     kind = "extent" if extent.key is not None else "unlisted extent"
-    return f"{kind} of blocks {start} .. {start + extent.num_blocks - 1} of a prefix, ids {extent.blocks[0].tolist()[:8]}, {extent.references} references"
+    end, ids = start + extent.num_blocks - 1, extent.blocks[0].tolist()[:8]
+    return f"{kind} of blocks {start} .. {end} of a prefix, ids {ids}, {extent.references} references"
 
 
 def _all_extents(core: CacheCore) -> list[Extent]:
@@ -128,11 +131,14 @@ def _row_problems(core: CacheCore, sequence: Sequence) -> Iterator[str]:
         yield f"{sequence!r}: {len(sequence.tokens)} token ids are kept"
     tail_end = rows.tail_start(row) + rows.tail_tokens
     if rows.limit[row] != min(rows.capacity(row), tail_end) or rows.num_tokens[row] > tail_end:
-        yield f"{sequence!r}: may append up to {rows.limit[row]} tokens, its blocks reach to {rows.capacity(row)} and its tail to {tail_end}"
+        ends = f"its blocks reach to {rows.capacity(row)} and its tail to {tail_end}"
+        yield f"{sequence!r}: may append up to {rows.limit[row]} tokens, {ends}"
     if sequence.leader is not None:
         shared = rows.block_table[:, sequence.leader.row, :num_published]
     else:
-        shared = np.concatenate([np.empty((1, 0), np.int32), *(extent.blocks for extent in sequence._extent.path())], axis=1)
+        shared = np.concatenate(
+            [np.empty((1, 0), np.int32), *(extent.blocks for extent in sequence._extent.path())], axis=1
+        )
     if not np.array_equal(shared, rows.block_table[:, row, :num_published]):
         yield f"{sequence!r}: its first {num_published} blocks are not those that it shares"
 

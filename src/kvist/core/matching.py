@@ -17,23 +17,24 @@ __all__ = ["Pin", "PrefixMatch"]
 class PrefixMatch:
     """How much of a prompt could be reused when it was looked up: a fact of that moment, it holds nothing.
 
-    `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part.
+    `num_partial_tokens` of `num_tokens` lie in a block that agrees in part, the rest in whole blocks, whose packed ids
+    are `tokens`.
     """
 
-    prompt: bytes = field(repr=False)
+    tokens: bytes = field(repr=False)
     namespace: Namespace
-    num_block_tokens: int
+    num_prompt_tokens: int
     num_partial_tokens: int
+
+    @property
+    def num_block_tokens(self) -> int:
+        """Tokens found in whole blocks."""
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_tokens(self) -> int:
         """Tokens that need not be computed, at most all but the last."""
         return self.num_block_tokens + self.num_partial_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens looked up."""
-        return len(self.prompt) // TOKEN_BYTES
 
     @property
     def num_missing_tokens(self) -> int:
@@ -58,5 +59,7 @@ class Pin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()

@@ -38,7 +38,9 @@ class BlockPool:
         """Give blocks back; each must have been taken."""
         end = self.num_free + len(blocks)
         if end > self.num_blocks:
-            raise AssertionError(f"{len(blocks)} blocks given to a pool that lacks {self.num_blocks - self.num_free}: given twice")
+            raise AssertionError(
+                f"{len(blocks)} blocks given to a pool that lacks {self.num_blocks - self.num_free}: given twice"
+            )
         self._free[self.num_free : end] = blocks[::-1]
         self.num_free = end
 

@@ -21,7 +21,7 @@ __all__ = ["Batch", "Sequence", "SequenceRows", "Sequences"]
 Sequences = Iterable["Sequence"] | NDArray[np.integer[Any]]
 
 NEVER = np.iinfo(np.int64).max
-MIN_TAIL_TOKENS = 64
+MIN_TAIL_TOKENS = 512
 FREE, RUNNING, WAITING = 0, 1, 2
 row_of = attrgetter("row")
 
@@ -57,7 +57,8 @@ class Sequence:
     def __repr__(self) -> str:
         if not self.is_live:
             return "<Sequence freed>"
-        return f"<Sequence row {self.row}: {self.num_tokens} tokens, {self.num_computed_tokens} computed, {self.num_blocks} blocks>"
+        counts = f"{self.num_tokens} tokens, {self.num_computed_tokens} computed, {self.num_blocks} blocks"
+        return f"<Sequence row {self.row}: {counts}>"
 
     @property
     def is_live(self) -> bool:
@@ -69,20 +70,24 @@ class Sequence:
         """The live sequences that were admitted together for beam search, in order; just itself if there was one."""
         return [self] if self._beams is None else list(self._beams)
 
+    def waiting_beams(self) -> list[Sequence]:
+        """List the beams that wait until this sequence has committed the whole prompt."""
+        return [beam for beam in self._beams or () if beam.leader is self]
+
     @property
     def num_tokens(self) -> int:
         """Tokens, computed or not."""
-        return int(self._rows.num_tokens[self._live_row()])
+        return self._rows.num_tokens.item(self._live_row())
 
     @property
     def num_computed_tokens(self) -> int:
         """Leading tokens whose K and V are known to be written."""
-        return int(self._rows.num_computed[self._live_row()])
+        return self._rows.num_computed.item(self._live_row())
 
     @property
     def num_blocks(self) -> int:
         """Blocks in its table, shared ones and reserved ones included."""
-        return int(self._rows.num_blocks[self._live_row()])
+        return self._rows.num_blocks.item(self._live_row())
 
     @property
     def capacity(self) -> int:
@@ -91,8 +96,10 @@ class Sequence:
 
     @property
     def version(self) -> int:
-        """Grows whenever block ids already in the table change (sharing found, rewind, reorder), not when blocks are added."""
-        return int(self._rows.version[self._live_row()])
+        """Grows whenever block ids already in the table change (sharing found, rewind, reorder), not when blocks are
+        added.
+        """
+        return self._rows.version.item(self._live_row())
 
     @property
     def block_ids(self) -> NDArray[np.int32]:
@@ -106,7 +113,7 @@ class Sequence:
         if self.leader is not None:
             return self.leader.tokens[: self.num_tokens]
         path = b"".join(bytes(extent.tokens) for extent in self._extent.path())
-        published = int(self._rows.num_published[row]) * self._rows.block_size
+        published = self._rows.num_published.item(row) * self._rows.block_size
         return np.frombuffer(path + self._rows.token_bytes(self, published, self.num_tokens), np.int32)
 
     def _live_row(self) -> int:
@@ -116,7 +123,9 @@ class Sequence:
 
 
 class Batch:
-    """Rows that were checked: live, distinct. `select` indexes the row arrays, a slice where the rows are neighbours."""
+    """Rows that were checked: live, distinct. `select` indexes the row arrays, a slice where the rows are
+    neighbours.
+    """
 
     __slots__ = ("rows", "select")
 
@@ -136,16 +145,18 @@ class RowState:
     num_published: int
     num_computed: int
     tokens: bytes
+    publishes: bool
 
 
 class SequenceRows:
     """The arrays behind the sequences; row i of each belongs to one sequence. int64 where not said otherwise.
 
-    `num_computed <= num_tokens <= capacity` always. `num_published` counts the leading blocks that the tree owns: the row holds
-    them by its sequence's extent (a waiting beam's are its leader's), the rest belongs to the row alone. Tokens not yet published lie in `Sequence._earlier`
-    (from `_earlier_start` on), the latest in the row's `tail`, `[max_sequences, tail_tokens]`. `limit` is the number of tokens up to which
-    appending needs neither a block nor room in the tail; `publish_due` the number of computed tokens from which on there is
-    a block to publish. Table entries past `num_blocks` are 0.
+    `num_computed <= num_tokens <= capacity` always. `num_published` counts the leading blocks that the tree owns: the
+    row holds them by its sequence's extent (a waiting beam's are its leader's), the rest belongs to the row alone.
+    Tokens not yet published lie in `Sequence._earlier` (from `_earlier_start` on), the latest in the row's `tail`,
+    `[max_sequences, tail_tokens]`. `limit` is the number of tokens up to which appending needs neither a block nor
+    room in the tail; `publish_due` the number of computed tokens from which on there is a block to publish. Table
+    entries past `num_blocks` are 0.
     """
 
     def __init__(self, max_sequences: int, max_tokens: int, block_size: int, num_groups: int) -> None:
@@ -190,7 +201,9 @@ class SequenceRows:
         row = sequence.row
         self.block_table[:, row, : self.num_blocks[row]] = 0
         self.num_waiting -= int(self.state[row] == WAITING)
-        self.num_tokens[row] = self.num_computed[row] = self.num_blocks[row] = self.num_published[row] = self.limit[row] = 0
+        self.num_tokens[row] = self.num_computed[row] = self.num_blocks[row] = self.num_published[row] = self.limit[
+            row
+        ] = 0
         self.publish_due[row] = NEVER
         self.state[row] = FREE
         self.sequences[row] = None
@@ -209,7 +222,9 @@ class SequenceRows:
         """Raise SequenceError unless the sequence is a live one of this manager that runs."""
         self.check_live(sequence, call)
         if sequence.leader is not None:
-            raise SequenceError(f"{call}: {sequence!r} is a beam that waits until its beam 0 has committed the whole prompt")
+            raise SequenceError(
+                f"{call}: {sequence!r} is a beam that waits until its beam 0 has committed the whole prompt"
+            )
 
     def check_live(self, sequence: Sequence, call: str) -> None:
         """Raise unless it is a live sequence of this manager."""
@@ -225,7 +240,9 @@ class SequenceRows:
         if not isinstance(sequences, np.ndarray):
             return self._batch_of_sequences(sequences, call)
         if sequences.ndim != 1 or sequences.dtype.kind not in "iu":
-            raise ArgumentTypeError(f"{call}: rows must be a 1-D int array, not {sequences.dtype} of shape {sequences.shape}")
+            raise ArgumentTypeError(
+                f"{call}: rows must be a 1-D int array, not {sequences.dtype} of shape {sequences.shape}"
+            )
         rows = sequences.astype(np.int64)
         content = rows.tobytes()
         if self._last_batch is not None and self._last_batch[0] == content:
@@ -236,7 +253,9 @@ class SequenceRows:
 
     def _batch_of_sequences(self, sequences: Iterable[Sequence], call: str) -> Batch:
         if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
-            raise ArgumentTypeError(f"{call}: sequences must be a list of Sequence or a 1-D int array of rows, not {type(sequences).__name__}")
+            raise ArgumentTypeError(
+                f"{call}: sequences must be a list of Sequence or an int array of rows, not {type(sequences).__name__}"
+            )
         named = list(sequences)
         for sequence in named:
             if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not self:
@@ -254,12 +273,16 @@ class SequenceRows:
         if (self.state[rows] != RUNNING).any():
             row = int(rows[self.state[rows] != RUNNING][0])
             if self.state[row] == WAITING:
-                raise SequenceError(f"{call}: row {row} is a beam that waits until its beam 0 has committed the whole prompt")
+                raise SequenceError(
+                    f"{call}: row {row} is a beam that waits until its beam 0 has committed the whole prompt"
+                )
             raise SequenceError(f"{call}: row {row} has no running sequence")
         batch = Batch(rows)
         if batch.select is rows and len(np.unique(rows)) < len(rows):
             values, counts = np.unique(rows, return_counts=True)
-            raise SequenceError(f"{call}: row {values[counts > 1][0]} is named {counts[counts > 1][0]} times in one call")
+            raise SequenceError(
+                f"{call}: row {values[counts > 1][0]} is named {counts[counts > 1][0]} times in one call"
+            )
         return batch
 
     # -- whole rows ---------------------------------------------------------------------------------------------------
@@ -267,13 +290,14 @@ class SequenceRows:
     def snapshot(self, sequence: Sequence) -> RowState:
         """Copy what a row holds."""
         row = sequence.row
-        published, num_tokens = int(self.num_published[row]), int(self.num_tokens[row])
+        published, num_tokens = self.num_published.item(row), self.num_tokens.item(row)
         return RowState(
             extent=sequence._extent,
             blocks=self.block_table[:, row, : self.num_blocks[row]].copy(),
             num_published=published,
-            num_computed=int(self.num_computed[row]),
+            num_computed=self.num_computed.item(row),
             tokens=self.token_bytes(sequence, published * self.block_size, num_tokens),
+            publishes=sequence.publishes,
         )
 
     def restore(self, sequence: Sequence, state: RowState) -> None:
@@ -285,18 +309,22 @@ class SequenceRows:
         self.num_blocks[row] = num_blocks
         self.num_computed[row] = state.num_computed
         self.version[row] += 1
-        sequence._extent = state.extent
+        sequence._extent, sequence.publishes = state.extent, state.publishes
         self.set_earlier(sequence, state.num_published * self.block_size, state.tokens)
         self.set_published(sequence, state.num_published)
-        self.refresh_limits(row)
+        self.refresh_limit(row)
 
     # -- capacity -----------------------------------------------------------------------------------------------------
 
     def capacity(self, row: int) -> int:
         """Tokens that the row's blocks have room for."""
-        return min(int(self.num_blocks[row]) * self.block_size, self.max_tokens)
+        return min(self.num_blocks.item(row) * self.block_size, self.max_tokens)
 
-    def refresh_limits(self, rows: int | NDArray[np.int64]) -> None:
+    def refresh_limit(self, row: int) -> None:
+        """Derive `limit` of a row whose blocks or tail have changed."""
+        self.limit[row] = min(self.capacity(row), self.tail_start(row) + self.tail_tokens)
+
+    def refresh_limits(self, rows: NDArray[np.int64]) -> None:
         """Derive `limit` of rows whose blocks or tail have changed."""
         tail_end = rows * self.tail_tokens - self.tail_origin[rows] + self.tail_tokens
         self.limit[rows] = np.minimum(np.minimum(self.num_blocks[rows] * self.block_size, self.max_tokens), tail_end)
@@ -319,7 +347,7 @@ class SequenceRows:
 
     def tail_start(self, row: int) -> int:
         """Return the position of the first token in the row's tail."""
-        return row * self.tail_tokens - int(self.tail_origin[row])
+        return row * self.tail_tokens - self.tail_origin.item(row)
 
     def set_earlier(self, sequence: Sequence, start: int, tokens: bytes | bytearray) -> None:
         """Make `tokens` the row's unpublished ones, from position `start` to its end, and the tail empty."""
@@ -333,14 +361,14 @@ class SequenceRows:
         """Append tokens of any number, through the earlier ones."""
         self.empty_tail(sequence)
         row = sequence.row
-        sequence._earlier += tokens  # type: ignore[operator]
+        sequence._earlier += tokens
         self.num_tokens[row] += len(tokens) // TOKEN_BYTES
         self.tail_origin[row] = row * self.tail_tokens - self.num_tokens[row]
 
     def empty_tail(self, sequence: Sequence) -> None:
         """Move the row's tail to the earlier tokens, without what has been published meanwhile."""
         row = sequence.row
-        start, end = self.tail_start(row), int(self.num_tokens[row])
+        start, end = self.tail_start(row), self.num_tokens.item(row)
         origin = row * self.tail_tokens
         earlier = sequence._earlier if isinstance(sequence._earlier, bytearray) else bytearray(sequence._earlier)
         skip = 0 if earlier else max(sequence._earlier_start - start, 0)
@@ -352,8 +380,10 @@ class SequenceRows:
         """Return the packed unpublished tokens at positions start .. end-1."""
         row, base = sequence.row, sequence._earlier_start
         tail_start = self.tail_start(row)
-        earlier = sequence._earlier[(start - base) * TOKEN_BYTES : (end - base) * TOKEN_BYTES] if start < tail_start else b""
+        earlier = (
+            sequence._earlier[(start - base) * TOKEN_BYTES : (end - base) * TOKEN_BYTES] if start < tail_start else b""
+        )
         if end <= tail_start:
             return bytes(earlier)
-        origin = int(self.tail_origin[row])
+        origin = self.tail_origin.item(row)
         return bytes(earlier) + self.tail[origin + max(start, tail_start) : origin + end].tobytes()

@@ -9,7 +9,8 @@ MAX_RUN = 1024
 
 
 class SortedKeys:
-    """A sorted collection of distinct byte strings in runs of bounded length: adding one among 100,000 moves at most a run.
+    """A sorted collection of distinct byte strings in runs of bounded length: adding one among 100,000 moves at most a
+    run.
 
     >>> keys = SortedKeys([b"ab", b"ad"])
     >>> keys.add(b"ac")

@@ -3,6 +3,7 @@
 import struct
 from array import array
 from collections.abc import Sequence as AbstractSequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,20 @@ from numpy.typing import NDArray
 
 from kvist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["MAX_TOKEN", "TOKEN_BYTES", "TokenArray", "Tokens", "as_token_array", "as_token_bytes", "common_prefix"]
+__all__ = [
+    "MAX_TOKEN",
+    "TOKEN_BYTES",
+    "TokenArray",
+    "Tokens",
+    "as_token_array",
+    "as_token_buffer",
+    "as_token_bytes",
+    "common_prefix",
+]
 
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
+LONG_TOKENS = 8192
 
 type_of_int32 = np.dtype(np.int32)
 TokenArray = NDArray[np.int32]
@@ -23,19 +34,31 @@ Tokens = AbstractSequence[int] | NDArray[np.integer[Any]] | array | memoryview |
 def as_token_bytes(tokens: Tokens, name: str = "tokens") -> bytes:
     """Return token ids as packed int32.
 
-    Takes 1-D integer arrays of any dtype (an int32 array is the fastest), `array`s, buffers, and lists or tuples of ints.
-    Raises ArgumentTypeError for anything else and ArgumentError for ids outside 0 .. 2**31-1.
+    Takes 1-D integer arrays of any dtype (an int32 array is the fastest), `array`s, buffers, and lists or tuples of
+    ints. Raises ArgumentTypeError for anything else and ArgumentError for ids outside 0 .. 2**31-1.
     """
     if isinstance(tokens, list | tuple | range):
         return _pack(tokens, name)
     return as_token_array(tokens, name).tobytes()
 
 
+def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
+    """Return token ids as packed int32 for the length of a call: of a long int32 array a view, which saves copying
+    what is cached already.
+
+    Errors as in `as_token_bytes`.
+    """
+    if isinstance(tokens, np.ndarray):
+        ids = as_token_array(tokens, name)
+        return ids.tobytes() if len(ids) < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")
+    return as_token_bytes(tokens, name)
+
+
 def as_token_array(tokens: Tokens, name: str = "tokens") -> TokenArray:
     """Return token ids as a 1-D int32 array (the same array where it is one); errors as in `as_token_bytes`."""
     if isinstance(tokens, list | tuple | range):
         return np.frombuffer(_pack(tokens, name), np.int32)
-    ids = tokens if isinstance(tokens, np.ndarray) else _array_of(tokens, name)
+    ids: NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _array_of(tokens, name)
     if ids.dtype is type_of_int32 and ids.ndim == 1:
         if ids.size and np.minimum.reduce(ids) < 0:
             _refuse_range(ids, name)
@@ -43,22 +66,22 @@ def as_token_array(tokens: Tokens, name: str = "tokens") -> TokenArray:
     return _narrow(ids, name)
 
 
-def common_prefix(query: bytes, position: int, tokens: bytes | bytearray, length: int) -> int:
+def common_prefix(query: bytes | memoryview, position: int, tokens: bytes | bytearray, length: int) -> int:
     """Count the leading bytes, in whole tokens, in which `query[position:]` and `tokens` agree, at most `length`.
 
     Halves the range with memcmp, so that a long common part costs little more than one memcmp of it.
     """
+    if tokens.startswith(query[position : position + length]):
+        return length
     low, high = 0, length
     while high - low > 128:
         middle = (low + high) // 2 & ~(TOKEN_BYTES - 1)
-        if query.startswith(tokens[low:middle], position + low):
+        if tokens.startswith(query[position + low : position + middle], low):
             low = middle
         else:
             high = middle
     ours = int.from_bytes(query[position + low : position + high], "little")
     differing = ours ^ int.from_bytes(tokens[low:high], "little")
-    if not differing:
-        return high
     first_bit = (differing & -differing).bit_length() - 1
     return low + first_bit // (8 * TOKEN_BYTES) * TOKEN_BYTES
 
@@ -66,16 +89,21 @@ def common_prefix(query: bytes, position: int, tokens: bytes | bytearray, length
 def _pack(tokens: AbstractSequence[int], name: str) -> bytes:
     try:
         packed = struct.pack(f"{len(tokens)}i", *tokens)
-    except struct.error:
+    except (struct.error, TypeError):
         _refuse_elements(tokens, name)
+        raise
     if packed and np.minimum.reduce(np.frombuffer(packed, np.int32)) < 0:
         _refuse_range(np.frombuffer(packed, np.int32), name)
     return packed
 
 
 def _array_of(tokens: Any, name: str) -> NDArray[Any]:
-    if isinstance(tokens, str) or not (hasattr(tokens, "__array__") or isinstance(tokens, array | memoryview | bytes | bytearray)):
-        raise ArgumentTypeError(f"{name} must be a 1-D integer array, an array, a buffer or a list of ints, not {type(tokens).__name__}")
+    if isinstance(tokens, str) or not (
+        hasattr(tokens, "__array__") or isinstance(tokens, array | memoryview | bytes | bytearray)
+    ):
+        raise ArgumentTypeError(
+            f"{name} must be a 1-D integer array, an array, a buffer or a list of ints, not {type(tokens).__name__}"
+        )
     if isinstance(tokens, bytes | bytearray):
         return np.frombuffer(tokens, np.uint8)
     return np.asarray(tokens)
@@ -98,7 +126,9 @@ def _refuse_range(ids: NDArray[Any], name: str) -> None:
 
 def _refuse_elements(tokens: AbstractSequence[Any], name: str) -> None:
     for at, token in enumerate(tokens):
-        if not hasattr(token, "__index__"):
-            raise ArgumentTypeError(f"{name}[{at}] is a {type(token).__name__}, not an int")
-        if not 0 <= token.__index__() <= MAX_TOKEN:
+        try:
+            value = index(token)
+        except TypeError:
+            raise ArgumentTypeError(f"{name}[{at}] is a {type(token).__name__}, not an int") from None
+        if not 0 <= value <= MAX_TOKEN:
             raise ArgumentError(f"{name}[{at}] is {token}; token ids are 0 .. {MAX_TOKEN}")

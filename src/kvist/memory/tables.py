@@ -20,8 +20,8 @@ class BatchTables:
     """The tables of one forward pass over B sequences with T query tokens in all.
 
     `block_table` int32 `[B, M]`: block ids, padded. `slot_mapping` int64 `[T]`: where K and V of each query token go,
-    `block_id * block_size + offset`. `seq_lens` int32 `[B]`: tokens attended to, query tokens included. `cu_seqlens` int32
-    `[B + 1]`: where each sequence's query tokens begin in the packed batch.
+    `block_id * block_size + offset`. `seq_lens` int32 `[B]`: tokens attended to, query tokens included. `cu_seqlens`
+    int32 `[B + 1]`: where each sequence's query tokens begin in the packed batch.
     """
 
     block_table: NDArray[np.int32]
@@ -62,10 +62,15 @@ def build_tables(
     width = int(num_blocks.max(initial=0)) if max_blocks is None else max_blocks
     ends = np.cumsum(query)
     if out is not None:
-        out = _parts_of(out, len(batch), width if max_blocks is not None else out.block_table.shape[1], int(ends[-1]) if len(batch) else 0)
+        columns = width if max_blocks is not None else max(width, np.shape(out.block_table)[-1])
+        out = _parts_of(out, len(batch), columns, int(ends[-1]) if len(batch) else 0)
         width = out.block_table.shape[1]
     table = _block_table(rows, batch, num_blocks, width, padding, None if out is None else out.block_table)
-    seq_lens, cu_seqlens = (np.empty(len(batch), np.int32), np.empty(len(batch) + 1, np.int32)) if out is None else (out.seq_lens, out.cu_seqlens)
+    seq_lens, cu_seqlens = (
+        (np.empty(len(batch), np.int32), np.empty(len(batch) + 1, np.int32))
+        if out is None
+        else (out.seq_lens, out.cu_seqlens)
+    )
     seq_lens[:] = computed + query
     cu_seqlens[0] = 0
     cu_seqlens[1:] = ends
@@ -77,14 +82,21 @@ def build_tables(
 
 
 def _block_table(
-    rows: SequenceRows, batch: NDArray[np.int64], num_blocks: NDArray[np.int64], width: int, padding: int, out: NDArray[np.int32] | None
+    rows: SequenceRows,
+    batch: NDArray[np.int64],
+    num_blocks: NDArray[np.int64],
+    width: int,
+    padding: int,
+    out: NDArray[np.int32] | None,
 ) -> NDArray[np.int32]:
-    """Take the rows' leading columns: a view of the manager's own table where they are neighbours and padding is its 0."""
+    """Take the rows' leading columns: a view of the manager's own table where they are neighbours and padding is its
+    0.
+    """
     source = rows.block_table[0]
     columns = min(width, source.shape[1])
     neighbours = len(batch) > 0 and int(batch[-1] - batch[0]) == len(batch) - 1 and bool((np.diff(batch) == 1).all())
     if out is None and neighbours and padding == 0 and width <= source.shape[1]:
-        view = source[batch[0] : batch[0] + len(batch), :width]
+        view: NDArray[np.int32] = source[batch[0] : batch[0] + len(batch), :width]
         view.flags.writeable = False
         return view
     table = np.empty((len(batch), width), np.int32) if out is None else out
@@ -95,7 +107,11 @@ def _block_table(
 
 
 def _slots(
-    rows: SequenceRows, batch: NDArray[np.int64], computed: NDArray[np.int64], query: NDArray[np.int64], ends: NDArray[np.int64]
+    rows: SequenceRows,
+    batch: NDArray[np.int64],
+    computed: NDArray[np.int64],
+    query: NDArray[np.int64],
+    ends: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     block_size = rows.block_size
     if len(query) and int(query.min()) == 1 == int(query.max()):
@@ -105,22 +121,27 @@ def _slots(
         positions = np.arange(total) + np.repeat(computed - (ends - query), query)
         owners = np.repeat(batch, query)
     blocks, offsets = np.divmod(positions, block_size)
-    return rows.block_table[0, owners, blocks].astype(np.int64) * block_size + offsets
+    slots: NDArray[np.int64] = rows.block_table[0, owners, blocks].astype(np.int64) * block_size + offsets
+    return slots
 
 
-def _check_query(rows: SequenceRows, batch: NDArray[np.int64], computed: NDArray[np.int64], query: NDArray[np.int64]) -> None:
+def _check_query(
+    rows: SequenceRows, batch: NDArray[np.int64], computed: NDArray[np.int64], query: NDArray[np.int64]
+) -> None:
     wrong = query < 0
     wrong |= computed + query > np.minimum(rows.num_blocks[batch] * rows.block_size, rows.max_tokens)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise SequenceError(
-            f"tables: row {batch[at]} cannot have {query[at]} query tokens: {computed[at]} of its {rows.num_tokens[batch[at]]} tokens "
-            f"are computed, and its blocks have room for {rows.capacity(int(batch[at]))}"
+            f"tables: row {batch[at]} cannot have {query[at]} query tokens: {computed[at]} of its "
+            f"{rows.num_tokens[batch[at]]} tokens are computed, its blocks hold for {rows.capacity(int(batch[at]))}"
         )
 
 
 def _parts_of(out: BatchTables, num_sequences: int, width: int, num_query: int) -> BatchTables:
-    """Return the leading parts of the caller's buffers, after checking that they are large enough and of the right types."""
+    """Return the leading parts of the caller's buffers, after checking that they are large enough and of the right
+    types.
+    """
     wanted: AbstractSequence[tuple[str, Any, tuple[int, ...]]] = (
         ("block_table", np.int32, (num_sequences, width)),
         ("slot_mapping", np.int64, (num_query,)),
@@ -131,7 +152,10 @@ def _parts_of(out: BatchTables, num_sequences: int, width: int, num_query: int) 
     for name, dtype, shape in wanted:
         buffer = getattr(out, name)
         if buffer.dtype != dtype or buffer.ndim != len(shape):
-            raise ArgumentTypeError(f"tables: out.{name} is {buffer.dtype} of shape {buffer.shape}, must be {np.dtype(dtype)} with {len(shape)} dimensions")
+            raise ArgumentTypeError(
+                f"tables: out.{name} is {buffer.dtype} of shape {buffer.shape}, "
+                f"must be {np.dtype(dtype)} with {len(shape)} dimensions"
+            )
         if any(have < need for have, need in zip(buffer.shape, shape, strict=True)):
             raise ArgumentError(f"tables: out.{name} has shape {buffer.shape}, this batch needs {shape}")
         parts.append(buffer[tuple(slice(0, size) for size in shape)])

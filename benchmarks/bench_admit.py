@@ -1,0 +1,116 @@
+"""What does a request cost from admission to the end, and does that grow with the length of its prompt?
+
+Every pool is full, so every allocation evicts. References: a prompt of 1,024 tokens; one object per block with a hash
+chain.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from harness import Prepare, Timing, Work, interleave
+from references import ObjectPerBlockManager
+from report import AtMost, AtMostTimes, Options, Row, TimesFaster, main
+from subjects import BLOCK_SIZE, fill, kvist_manager, serve, serve_objects, serving
+from workloads import SharedPrefixes, Tokens, random_tokens
+
+LENGTHS = (1_024, 4_096, 16_384, 65_536)
+SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
+NUM_BLOCKS = 4 * LONGEST // BLOCK_SIZE
+
+
+def measure(options: Options) -> list[Row]:
+    """Flatness in prompt length, then W2 and the short request against per-block objects."""
+    lengths, repeats, times, small = (LENGTHS[:2], 3, 2, 512) if options.quick else (LENGTHS, 100, 4, 8_192)
+    flat = interleave({**by_length(lengths, times), "crowded": into_a_crowd(lengths[-1])}, repeats=repeats)
+    w2 = interleave(beside_objects(SharedPrefixes(16, 2_048, 2_048), 8_192, times), repeats=repeats)
+    short = interleave(beside_objects(SharedPrefixes(50, 48, 52), small, 5 * times), repeats=repeats)
+    return [*flat_rows(flat, lengths), w2_row(w2), short_row(short)]
+
+
+def by_length(lengths: tuple[int, ...], times: int) -> dict[str, Prepare]:
+    """For each length a pool full of prompts of that length, and prompts that share nothing with them or each other."""
+    contestants = {}
+    for length in lengths:
+        rng = np.random.default_rng(length)
+        run = partial(serve, kvist_manager(NUM_BLOCKS, max_sequence_length=LONGEST + BLOCK_SIZE))
+        fill(run, partial(fresh_prompts, rng, length, times), NUM_BLOCKS)
+        contestants[f"{length}"] = serving(run, partial(fresh_prompts, rng, length, times))
+    return contestants
+
+
+def into_a_crowd(length: int) -> Prepare:
+    """One prompt into a pool full of prompts of the shortest length; it evicts as many as it needs room."""
+    rng = np.random.default_rng(0)
+    run = partial(serve, kvist_manager(NUM_BLOCKS, max_sequence_length=LONGEST + BLOCK_SIZE))
+
+    def prepare(_: int) -> Work:
+        fill(run, partial(fresh_prompts, rng, SHORTEST, 16), NUM_BLOCKS)
+        return Work(partial(run, fresh_prompts(rng, length, 1)))
+
+    return prepare
+
+
+def fresh_prompts(rng: np.random.Generator, length: int, times: int) -> list[Tokens]:
+    """Prompts of one length that were never seen before."""
+    return [random_tokens(rng, length) for _ in range(times)]
+
+
+def beside_objects(prompts: SharedPrefixes, num_blocks: int, times: int) -> dict[str, Prepare]:
+    """Kvist and the per-block objects, both with a full pool and every shared prefix cached."""
+    kvist = partial(serve, kvist_manager(num_blocks))
+    objects = partial(serve_objects, ObjectPerBlockManager(num_blocks, BLOCK_SIZE))
+    num_prefixes, prefix_tokens = len(prompts.prefixes), len(prompts.prefixes[0])
+    for run in (kvist, objects):
+        fill(run, partial(prompts.batch, num_prefixes), num_blocks)
+        num_cached = run(prompts.batch(num_prefixes))
+        if num_cached < num_prefixes * prefix_tokens:
+            raise RuntimeError(f"{num_prefixes} prefixes should be cached, but only {num_cached} tokens are")
+    return {
+        "kvist": serving(kvist, partial(prompts.batch, times)),
+        "objects": serving(objects, partial(prompts.batch, times)),
+    }
+
+
+def flat_rows(timings: dict[str, Timing], lengths: tuple[int, ...]) -> list[Row]:
+    """Each longer prompt beside the shortest, and the longest into a pool full of the shortest."""
+    beside_shortest = partial(Row, unit="µs", reference=timings[f"{SHORTEST}"].median_us, reference_name="1,024 tokens")
+    rows = [
+        beside_shortest(
+            name=f"admit, commit, free {length:,} tokens", value=timings[f"{length}"].median_us, target=AtMostTimes(3)
+        )
+        for length in lengths[1:]
+    ]
+    crowded = timings["crowded"].median_us
+    num_evicted = lengths[-1] // SHORTEST
+    return [*rows, beside_shortest(name=f"{lengths[-1]:,} tokens that evict {num_evicted} prompts", value=crowded)]
+
+
+def w2_row(timings: dict[str, Timing]) -> Row:
+    return Row(
+        name="admit, commit, free 4,096 tokens, 2,048 cached",
+        value=timings["kvist"].median_us,
+        unit="µs",
+        reference=timings["objects"].median_us,
+        reference_name="object per block",
+        target=TimesFaster(30),
+        goal=12,
+    )
+
+
+def short_row(timings: dict[str, Timing]) -> Row:
+    return Row(
+        name="admit, commit, free 100 tokens, 48 cached",
+        value=timings["kvist"].median_us,
+        unit="µs",
+        reference=timings["objects"].median_us,
+        reference_name="object per block",
+        target=AtMost(40, "µs"),
+        goal=10,
+    )
+
+
+if __name__ == "__main__":
+    main("admit", measure, __doc__)

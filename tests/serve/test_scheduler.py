@@ -1,0 +1,314 @@
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+
+from kvist import AttentionSpec, CacheConfig, KVCacheManager, NeverFits, OutOfBlocks
+from kvist.errors import ConfigError
+from kvist.serve.scheduler import Request, Scheduler
+
+
+def scheduler(*, num_blocks=16, block_size=4, max_running=4, max_step_tokens=8, max_sequence_length=64):
+    config = CacheConfig(
+        [AttentionSpec(1, 1, dtype="float32")],
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_sequences=8,
+        max_sequence_length=max_sequence_length,
+    )
+    return Scheduler(KVCacheManager(config), max_running=max_running, max_step_tokens=max_step_tokens)
+
+
+def request(num_tokens=4, max_new_tokens=4, *, first=0, **settings):
+    return Request(range(first, first + num_tokens), max_new_tokens, **settings)
+
+
+def submit(of, *requests):
+    for each in requests:
+        of.submit(each)
+
+
+def spans(chunks):
+    """Requests and token spans of a plan, as a list of (request, start, end)."""
+    return [(chunk.request, chunk.start, chunk.end) for chunk in chunks]
+
+
+def finish_step(of, chunks, tokens=None):
+    """Complete a planned step; generated tokens are 1000, 1001, ... if none are given."""
+    tokens = iter(count(1000) if tokens is None else tokens)
+    return of.complete(chunks, [next(tokens) for chunk in chunks if chunk.is_last])
+
+
+def run(of, max_steps=1000):
+    """Step until all is done; each request's tokens follow from its text alone. Returns the number of steps."""
+    for num_steps in range(max_steps):
+        if not of.has_work:
+            return num_steps
+        chunks = of.plan()
+        assert chunks
+        of.complete(chunks, [following(chunk.request) for chunk in chunks if chunk.is_last])
+        of._manager.check()
+    raise AssertionError(f"not done after {max_steps} steps: {of.running}, {of.waiting}")
+
+
+def following(of):
+    return (sum(of.tokens) * 31 + len(of.tokens)) % 1009
+
+
+def test_the_scheduler_needs_no_torch():
+    program = "import sys, kvist.serve.scheduler; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_budget():
+    of, prompt = scheduler(max_step_tokens=8), request(19, 1)
+    of.submit(prompt)
+    for expected in [(0, 8), (8, 16), (16, 19)]:
+        chunks = of.plan()
+        assert spans(chunks) == [(prompt, *expected)]
+        assert chunks[0].is_last == (expected == (16, 19))
+        finish_step(of, chunks)
+    assert prompt.output == [1000]
+    assert prompt.finish_reason == "length"
+    assert not of.has_work
+
+
+def test_single_tokens_come_first_and_prompts_share_what_is_left():
+    of = scheduler(max_step_tokens=8)
+    early, late = request(4), request(20, first=100)
+    submit(of, early)
+    finish_step(of, of.plan())
+    submit(of, late)
+    assert spans(of.plan()) == [(early, 4, 5), (late, 0, 7)]
+
+
+def test_a_chunk_of_a_running_prompt_goes_before_a_new_prompt():
+    of = scheduler(max_step_tokens=8)
+    first, second = request(12), request(12, first=100)
+    submit(of, first, second)
+    finish_step(of, of.plan())
+    assert spans(of.plan()) == [(first, 8, 12), (second, 0, 4)]
+
+
+def test_no_more_than_max_running_run_at_once():
+    of = scheduler(max_running=2)
+    requests = [request(2, 1, first=10 * index) for index in range(3)]
+    submit(of, *requests)
+    chunks = of.plan()
+    assert [chunk.request for chunk in chunks] == requests[:2]
+    assert of.waiting == (requests[2],)
+    finish_step(of, chunks)
+    assert [chunk.request for chunk in of.plan()] == requests[2:]
+
+
+def test_the_last_new_token_needs_no_room():
+    of, fits = scheduler(num_blocks=2), request(4, 5)
+    of.submit(fits)
+    run(of)
+    assert fits.num_generated_tokens == 5
+    with pytest.raises(NeverFits, match="4 prompt tokens and 6 new ones need 3 blocks of 4 tokens, but the whole cache has 2"):
+        of.submit(request(4, 6))
+
+
+def test_a_request_longer_than_any_sequence_is_refused_at_once():
+    of = scheduler(max_sequence_length=32)
+    with pytest.raises(NeverFits, match="sequence of 33, but max_sequence_length is 32"):
+        of.submit(request(24, 10))
+    assert not of.has_work
+
+
+def test_a_stop_token_ends_the_text_and_is_part_of_it():
+    of, stopping = scheduler(), request(stop_token_ids={7})
+    of.submit(stopping)
+    finish_step(of, of.plan(), [5])
+    finish_step(of, of.plan(), [7])
+    assert stopping.output == [5, 7]
+    assert stopping.finish_reason == "stop"
+    assert of._manager.num_free_blocks == 16
+
+
+def test_a_prefix_computed_before_is_not_computed_again():
+    of = scheduler(max_step_tokens=16)
+    first, second, without = request(13, 1), request(13, 1), request(13, 1, reuse=False)
+    submit(of, first)
+    run(of)
+    submit(of, second)
+    chunks = of.plan()
+    assert spans(chunks) == [(second, 12, 13)]
+    finish_step(of, chunks)
+    submit(of, without)
+    assert spans(of.plan()) == [(without, 0, 13)]
+    assert [each.num_cached_tokens for each in (first, second, without)] == [0, 12, 0]
+
+
+def test_namespaces_share_nothing():
+    of = scheduler(max_step_tokens=16)
+    submit(of, request(13, 1, namespace=("a",)))
+    run(of)
+    other, same = request(13, 1, namespace=("b",)), request(13, 1, namespace=("a",))
+    submit(of, other, same)
+    run(of)
+    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 12)
+
+
+def test_the_latest_arrival_is_preempted_and_waits_in_front():
+    of = scheduler(num_blocks=3, max_step_tokens=16)
+    requests = [request(4, 5, first=100 * index) for index in range(4)]
+    submit(of, *requests)
+    finish_step(of, of.plan())
+    assert of.running == tuple(requests[:3])
+    chunks = of.plan()
+    assert of.running == (requests[0],)
+    assert of.waiting == (requests[1], requests[2], requests[3])
+    assert spans(chunks) == [(requests[0], 4, 5)]
+    assert [each.num_preemptions for each in requests] == [0, 1, 1, 0]
+    assert [each.output for each in requests] == [[1000], [1001], [1002], []]
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    of = scheduler(num_blocks=4, max_step_tokens=16)
+    first, second = request(8, 5), request(8, 5, first=100)
+    submit(of, first, second)
+    run(of)
+    assert second.num_preemptions > 0
+    alone = request(8, 5, first=100)
+    of = scheduler(num_blocks=4)
+    of.submit(alone)
+    run(of)
+    assert second.output == alone.output
+
+
+def test_nothing_is_admitted_into_blocks_that_a_preemption_has_just_freed():
+    of = scheduler(num_blocks=4, max_step_tokens=16)
+    first, second = request(4, 9), request(12, 2, first=100)
+    submit(of, first, second)
+    finish_step(of, of.plan())
+    assert spans(of.plan()) == [(first, 4, 5)]
+    assert of.waiting == (second,)
+
+
+@pytest.mark.parametrize("num_blocks", [5, 6, 9, 14])
+@pytest.mark.parametrize("max_step_tokens", [4, 7, 64])
+def test_every_request_ends_with_its_own_tokens_however_short_of_blocks(num_blocks, max_step_tokens):
+    requests = [request(3 + 5 * index % 11, 1 + 3 * index % 7, first=7 * (index % 3)) for index in range(20)]
+    of = scheduler(num_blocks=num_blocks, max_step_tokens=max_step_tokens)
+    submit(of, *requests)
+    run(of)
+    for each in requests:
+        text = list(each.tokens[: each.num_prompt_tokens])
+        while len(text) < each.num_prompt_tokens + each.max_new_tokens:
+            text.append((sum(text) * 31 + len(text)) % 1009)
+        assert list(each.tokens) == text
+    assert of._manager.num_free_blocks == num_blocks
+
+
+def test_the_oldest_request_is_never_preempted():
+    of = scheduler(num_blocks=6, max_step_tokens=16)
+    requests = [request(4, 17, first=100 * index) for index in range(6)]
+    submit(of, *requests)
+    while of.has_work:
+        chunks = of.plan()
+        oldest = next(each for each in requests if not each.is_finished)
+        assert chunks[0].request is oldest
+        finish_step(of, chunks)
+    assert requests[0].num_preemptions == 0
+    assert sum(each.num_preemptions for each in requests) > 0
+
+
+def test_abort_ends_a_request_in_any_state():
+    of = scheduler(max_running=1)
+    running, waiting = request(), request(first=100)
+    submit(of, running, waiting)
+    finish_step(of, of.plan())
+    of.abort(waiting)
+    of.abort(running)
+    of.abort(running)
+    assert [running.finish_reason, waiting.finish_reason] == ["aborted", "aborted"]
+    assert (running.output, waiting.output) == ([1000], [])
+    assert not of.has_work
+    assert of._manager.num_free_blocks == 16
+
+
+def test_a_request_aborted_between_plan_and_complete_gets_no_token():
+    of = scheduler()
+    aborted, other = request(2), request(2, first=100)
+    submit(of, aborted, other)
+    chunks = of.plan()
+    of.abort(aborted)
+    assert finish_step(of, chunks) == [other]
+    assert (aborted.output, other.output) == ([], [1001])
+
+
+def test_abort_refuses_a_request_that_was_never_submitted():
+    with pytest.raises(ValueError, match="not submitted to this scheduler"):
+        scheduler().abort(request())
+
+
+def test_a_request_is_submitted_once():
+    of, once = scheduler(), request(4, 1)
+    of.submit(once)
+    with pytest.raises(ValueError, match="submitted before"):
+        of.submit(once)
+    run(of)
+    with pytest.raises(ValueError, match="submitted before"):
+        of.submit(once)
+
+
+def test_a_step_that_failed_can_be_planned_again():
+    of, retried = scheduler(), request(4, 3)
+    of.submit(retried)
+    of.plan()
+    finish_step(of, of.plan())
+    of.plan()
+    assert spans(of.plan()) == [(retried, 4, 5)]
+    run(of)
+    assert retried.num_generated_tokens == 3
+
+
+def test_blocks_held_by_others_are_reported_and_waited_for():
+    of = scheduler(num_blocks=4)
+    manager = of._manager
+    holder = manager.add_sequence(range(500, 512))
+    waits = request(8, 1)
+    of.submit(waits)
+    with pytest.raises(OutOfBlocks):
+        of.plan()
+    assert of.waiting == (waits,)
+    manager.free(holder)
+    run(of)
+    assert waits.finish_reason == "length"
+
+
+def test_a_running_request_that_others_keep_from_growing_is_reported_and_goes_on_later():
+    of = scheduler(num_blocks=4)
+    grows = request(4, 3)
+    of.submit(grows)
+    finish_step(of, of.plan())
+    holder = of._manager.add_sequence(range(500, 512))
+    with pytest.raises(OutOfBlocks):
+        of.plan()
+    assert of.running == (grows,)
+    of._manager.free(holder)
+    run(of)
+    assert grows.num_generated_tokens == 3
+
+
+@pytest.mark.parametrize(("max_running", "max_step_tokens"), [(0, 4), (5, 4)])
+def test_limits_that_would_starve_a_request_are_refused(max_running, max_step_tokens):
+    with pytest.raises(ConfigError, match=f"max_step_tokens .{max_step_tokens}. must be at least max_running"):
+        scheduler(max_running=max_running, max_step_tokens=max_step_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "message"),
+    [
+        ([], 1, "at least one token"),
+        ([1, -1], 1, r"0 \.\. 2147483647, got -1"),
+        ([2**31], 1, r"0 \.\. 2147483647, got 2147483648"),
+        ([1], 0, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(prompt, max_new_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        Request(prompt, max_new_tokens)
