@@ -15,7 +15,6 @@ export HF_HUB_OFFLINE := 1
 # Processes that run tests at the same time; "auto" is one per core.
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format bench docs clean
@@ -43,7 +42,7 @@ format: $(TOOLS)  ## format the code and mend what the linter can mend
 	$(BIN)/ruff format .
 
 bench: $(TOOLS)  ## run every benchmark
-	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark; done
+	$(BIN)/python benchmarks/run.py
 
 docs: $(TOOLS) $(DOCS)  ## build the documentation into build/site; a broken link or reference is an error
 	$(BIN)/zensical build --clean --strict

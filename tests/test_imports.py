@@ -44,7 +44,9 @@ LAYERS = {
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
-    "cli": Layer({"", "cli", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "typer", "rich"}),
+    "cli": Layer(
+        {"", "cli", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "transformers", "typer", "rich"}
+    ),
 }
 
 

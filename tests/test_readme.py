@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import kvist
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if ">>> " in path.read_text()]
 MODULES = [path for path in sorted((ROOT / "src").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
@@ -44,6 +46,13 @@ def test_every_example_of_a_page_gives_what_it_says(page):
 def test_every_example_of_a_page_is_in_a_fenced_block(page):
     text = page.read_text(encoding="utf-8")
     assert examples(text).count(">>> ") == text.count(">>> ")
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    places = re.findall(
+        r"^::: kvist\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(places) == sorted(kvist.__all__)
 
 
 def test_a_wrong_example_is_reported():

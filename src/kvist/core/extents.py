@@ -294,7 +294,7 @@ class PrefixTree:
         if child is None or agreed == len(rest):
             return child is not None
         if agreed == len(child.tokens) < self.block_bytes:
-            self._evict(child)
+            self._remove(child)
         return False
 
     def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, *, listed: bool) -> Extent:
@@ -352,27 +352,26 @@ class PrefixTree:
         """Free that many evictable blocks per group, in the policy's order, each victim from its tail; they must
         exist.
         """
+        self.num_evicted += num_blocks
         while num_blocks > 0:
             extent = self.queue.first()
             size = extent.blocks.shape[1]
             if size <= num_blocks:
-                self._evict(extent)
+                self._remove(extent)
             else:
                 self._shrink(extent, size - num_blocks)
             num_blocks -= size
 
-    def _evict(self, extent: Extent) -> None:
+    def _remove(self, extent: Extent) -> None:
         self.queue.withdraw(extent)
         size = extent.blocks.shape[1]
         self.num_evictable -= size
-        self.num_evicted += size
         self._give(extent.blocks)
         self._unlink(extent)
 
     def _shrink(self, extent: Extent, keep: int) -> None:
         dropped = extent.blocks.shape[1] - keep
         self.num_evictable -= dropped
-        self.num_evicted += dropped
         self._give(extent.blocks[:, keep:])
         extent.blocks = extent.blocks[:, :keep]
         if isinstance(extent.tokens, bytes):

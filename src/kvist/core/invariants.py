@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvist.core.extents import Extent
 from kvist.core.sequences import FREE, RUNNING, WAITING, Sequence
@@ -58,21 +59,27 @@ def _all_extents(core: CacheCore) -> list[Extent]:
 
 
 def _block_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
-    owners: dict[int, list[str]] = {}
-    for block in core.pool.free_blocks().tolist():
-        owners.setdefault(block, []).append("the free list")
-    for extent in extents:
-        for block in extent.blocks[0].tolist():
-            owners.setdefault(block, []).append(describe(extent))
     rows = core.rows
+    holdings: list[tuple[object, NDArray[np.int32]]] = [("the free list", core.pool.free_blocks())]
+    holdings += [(extent, extent.blocks[0]) for extent in extents]
     for sequence in rows.running():
         row = sequence.row
-        for block in rows.block_table[0, row, rows.num_published[row] : rows.num_blocks[row]].tolist():
-            owners.setdefault(block, []).append(repr(sequence))
-    for block in range(core.pool.num_blocks):
-        if len(holders := owners.pop(block, [])) != 1:
-            yield f"block {block} has {len(holders)} owners: {', '.join(holders) or 'it is lost'}"
-    yield from (f"block {block} does not exist, held by {', '.join(holders)}" for block, holders in owners.items())
+        holdings.append((sequence, rows.block_table[0, row, rows.num_published[row] : rows.num_blocks[row]]))
+    blocks = np.concatenate([held for _, held in holdings])
+    inside = (blocks >= 0) & (blocks < core.pool.num_blocks)
+    counts = np.bincount(blocks[inside], minlength=core.pool.num_blocks)
+    for block in np.flatnonzero(counts != 1).tolist():
+        owners = [_name(owner) for owner, held in holdings for _ in range(int((held == block).sum()))]
+        yield f"block {block} has {counts[block]} owners: {', '.join(owners) or 'it is lost'}"
+    for owner, held in [] if inside.all() else holdings:
+        if missing := [block for block in held.tolist() if not 0 <= block < core.pool.num_blocks]:
+            yield f"blocks {missing} do not exist, held by {_name(owner)}"
+
+
+def _name(owner: object) -> str:
+    if isinstance(owner, Extent):
+        return describe(owner)
+    return owner if isinstance(owner, str) else repr(owner)
 
 
 def _reference_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
