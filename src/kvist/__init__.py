@@ -3,6 +3,7 @@
 from kvist.config import AttentionSpec, CacheConfig
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
+from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
 from kvist.core.statistics import Stats
 from kvist.errors import (
@@ -40,6 +41,7 @@ __all__ = [
     "OutOfRows",
     "Pin",
     "PrefixMatch",
+    "Retention",
     "Sequence",
     "SequenceError",
     "StaleMatch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
+from time import monotonic
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
@@ -47,7 +48,8 @@ class KVCacheManager(CacheCore):
     """Manages the KV cache of one model: which blocks hold which tokens, and what is reused.
 
     Without `memory` it only decides: `take_moves` then returns the copies to be made before each forward pass. With
-    it, they are made before the call that needs them returns.
+    it, they are made before the call that needs them returns. `clock` gives seconds, for the
+    durations of retention.
 
     >>> from kvist import AttentionSpec, CacheConfig
     >>> manager = KVCacheManager(CacheConfig([AttentionSpec(2, 64)], block_size=4, num_blocks=8))
@@ -58,8 +60,10 @@ class KVCacheManager(CacheCore):
     5
     """
 
-    def __init__(self, config: CacheConfig, memory: Memory | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: CacheConfig, memory: Memory | None = None, *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        super().__init__(config, clock)
         self.memory = memory
 
     add_sequence = performs_moves(CacheCore.add_sequence)

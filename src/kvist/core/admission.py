@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from kvist.core import branches
 from kvist.core.arguments import check_namespace
 from kvist.core.extents import Extent, Match, Namespace
+from kvist.core.retention import Retention
+from kvist.core.rewinding import extent_ending_at
 from kvist.core.sequences import Sequence
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
@@ -48,6 +50,7 @@ def admit(
     match: Match | None,
     *,
     publishes: bool,
+    retention: Retention | None,
     num_beams: int,
 ) -> Sequence:
     """Give a checked prompt a row that holds what it matched, and blocks for the rest; raises OutOfBlocks before any
@@ -58,14 +61,16 @@ def admit(
     core.require_blocks(num_blocks - num_reused + num_extra, match)
     source = int(match.source.blocks[0, match.source_block]) if match and match.source else None
     sequence = _open(core, prompt, namespace, match, publishes=publishes)
+    sequence.num_prompt_tokens, sequence.retention = len(prompt) // TOKEN_BYTES, retention
+    if retention is not None and num_reused:
+        _keep_reused(core, sequence, num_reused)
     core.fill(sequence.row, num_reused, num_blocks)
     if match and source is not None:
         _copy_partial(core, sequence, source, num_reused, match.num_partial_tokens)
     core.rows.refresh_limit(sequence.row)
     if num_beams > 1:
         branches.add_beams(core, sequence, bytes(prompt), num_beams)
-    num_tokens = len(prompt) // TOKEN_BYTES
-    core.counters.admit(num_tokens, sequence.num_cached_tokens, num_blocks + num_extra, num_reused)
+    core.counters.admit(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_blocks + num_extra, num_reused)
     return sequence
 
 
@@ -107,6 +112,20 @@ def _fill_from_tree(core: CacheCore, sequence: Sequence) -> int:
         start, end = end, end + blocks.shape[1]
         table[:, start:end] = blocks
     return end
+
+
+def _keep_reused(core: CacheCore, sequence: Sequence, num_reused: int) -> None:
+    """Let what a sequence reuses be kept as it asks, which cuts extents where that changes."""
+    for stop, _ in list(sequence.keeps(0, num_reused))[:-1]:
+        extent_ending_at(core, sequence, stop)
+    runs = iter(sequence.keeps(0, num_reused))
+    stop, keep = next(runs)
+    end = 0
+    for extent in sequence._extent.path():
+        if end == stop:
+            stop, keep = next(runs)
+        end += extent.num_blocks
+        extent.keep = keep
 
 
 def _copy_partial(core: CacheCore, sequence: Sequence, source: int, index: int, num_tokens: int) -> None:

@@ -138,10 +138,17 @@ def add_beams(core: CacheCore, leader: Sequence, prompt: bytes, num_beams: int) 
         beam = rows.open(leader.namespace, root, publishes=leader.publishes)
         beam.leader, beam.num_cached_tokens = leader, leader.num_cached_tokens
         rows.set_state(beam, WAITING)
-        shared = rows.block_table[:, leader.row, :num_full]
-        rows.restore(
-            beam, RowState(root, shared, num_full, 0, prompt[num_full * core.tree.block_bytes :], leader.publishes)
+        own = RowState(
+            extent=root,
+            blocks=rows.block_table[:, leader.row, :num_full],
+            num_published=num_full,
+            num_computed=0,
+            tokens=prompt[num_full * core.tree.block_bytes :],
+            publishes=leader.publishes,
+            num_prompt_tokens=leader.num_prompt_tokens,
+            retention=leader.retention,
         )
+        rows.restore(beam, own)
         if rest:
             core.fill(beam.row, num_full, num_full + 1)
             rows.refresh_limit(beam.row)

@@ -37,7 +37,7 @@ def state_digest(core: CacheCore) -> str:
 def _add_extent(state: hashlib._Hash, extent: Extent) -> None:
     state.update(
         repr(
-            (extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, extent.priority)
+            (extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, *extent.keep)
         ).encode()
     )
     state.update(extent.tokens)

@@ -13,19 +13,20 @@ None)   is shared by the sequences that hold it only, and ends with the last of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.eviction import EvictionQueue, Policy
 from kvist.core.pool import BlockPool
+from kvist.core.retention import DEFAULT_KEEP, DEFAULT_PRIORITY, Keep
 from kvist.core.siblings import SortedKeys
 from kvist.core.tokens import TOKEN_BYTES, common_prefix
 
-__all__ = ["DEFAULT_PRIORITY", "Blocks", "Extent", "Match", "Namespace", "PrefixTree", "Root"]
+__all__ = ["Blocks", "Extent", "Match", "Namespace", "PrefixTree", "Root"]
 
-DEFAULT_PRIORITY = 35
 FEW_CHILDREN = 4
 
 Blocks = NDArray[np.int32]
@@ -46,12 +47,12 @@ class Extent:
         "children",
         "created",
         "hits",
+        "keep",
         "key",
         "last_use",
         "num_short_children",
         "order",
         "parent",
-        "priority",
         "references",
         "ticket",
         "tokens",
@@ -69,12 +70,17 @@ class Extent:
         self.num_short_children = 0
         self.references = self.hits = self.ticket = 0
         self.created = self.last_use = tick
-        self.priority = DEFAULT_PRIORITY
+        self.keep = DEFAULT_KEEP
 
     @property
     def num_blocks(self) -> int:
         """Blocks per group, the partly filled one included."""
         return len(self.blocks[0])
+
+    @property
+    def priority(self) -> int:
+        """Its retention priority, 0 to 100."""
+        return self.keep.priority
 
     @property
     def num_tokens(self) -> int:
@@ -142,10 +148,14 @@ class Match:
 class PrefixTree:
     """All cached content of one manager: one root per namespace, one eviction queue, one pool per group."""
 
-    def __init__(self, pools: list[BlockPool], block_size: int, policy: Policy, *, partial: bool) -> None:
+    def __init__(
+        self, pools: list[BlockPool], block_size: int, policy: Policy, clock: Callable[[], float], *, partial: bool
+    ) -> None:
         self.pools = pools
         self.block_bytes = block_size * TOKEN_BYTES
         self.partial = partial
+        self._clock = clock
+        self._expiries: list[tuple[float, int, Extent]] = []
         self.roots: dict[Namespace, Root] = {}
         self.queue = EvictionQueue(policy)
         self.num_evictable = 0
@@ -247,7 +257,28 @@ class PrefixTree:
                 self.num_evictable += extent.blocks.shape[1]
                 if not extent.children:
                     self.queue.offer(extent)
+                if extent.keep is not DEFAULT_KEEP:
+                    self._await_expiry(extent)
             extent = parent
+
+    def _await_expiry(self, extent: Extent) -> None:
+        """Note when the priority of an extent that nobody uses any more ends."""
+        priority, duration_s = extent.keep
+        if duration_s is not None and priority != DEFAULT_PRIORITY:
+            heappush(self._expiries, (self._clock() + duration_s, extent.last_use, extent))
+
+    def expire_priorities(self) -> None:
+        """Let priorities whose time is over fall back to the default; such extents count as used now."""
+        now = self._clock() if self._expiries else 0.0
+        while self._expiries and self._expiries[0][0] <= now:
+            _, last_use, extent = heappop(self._expiries)
+            if extent.references or extent.parent is None or extent.last_use != last_use:
+                continue
+            self.tick += 1
+            extent.keep, extent.last_use = DEFAULT_KEEP, self.tick
+            if extent.ticket:
+                self.queue.withdraw(extent)
+                self.queue.offer(extent)
 
     def num_evictable_on(self, extent: Extent) -> int:
         """Count the blocks that holding `extent` would take out of the evictable ones."""
@@ -259,7 +290,7 @@ class PrefixTree:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    def insert(self, held: Extent, tokens: bytes, blocks: Blocks) -> tuple[Extent, int]:
+    def insert(self, held: Extent, tokens: bytes, blocks: Blocks, keep: Keep = DEFAULT_KEEP) -> tuple[Extent, int]:
         """Publish content below an extent that the caller holds, and move the hold to the deepest extent of it.
 
         Returns that extent and the number of leading `blocks` whose content was already there: these the tree does not
@@ -273,11 +304,11 @@ class PrefixTree:
         rest = tokens[existing * self.block_bytes :]
         if not rest or self._is_covered(extent, rest):
             return extent, -(-len(tokens) // self.block_bytes)
-        return self._extend(extent, rest, blocks[:, existing:], listed=True), existing
+        return self._extend(extent, rest, blocks[:, existing:], keep, listed=True), existing
 
     def insert_unlisted(self, held: Extent, tokens: bytes, blocks: Blocks) -> Extent:
         """Put whole blocks below an extent that the caller holds, for the holders only; move the hold there."""
-        return self._extend(held, tokens, blocks, listed=False)
+        return self._extend(held, tokens, blocks, DEFAULT_KEEP, listed=False)
 
     def _descend(self, extent: Extent, tokens: bytes) -> tuple[Extent, int]:
         match = self.find(extent, tokens, len(tokens), partial=False)
@@ -297,12 +328,12 @@ class PrefixTree:
             self._remove(child)
         return False
 
-    def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, *, listed: bool) -> Extent:
+    def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool) -> Extent:
         """Grow the extent where only the caller has ever used it, else give it a child; the caller's hold moves
         along.
         """
         self.tick += 1
-        if self._may_grow(extent, listed):
+        if extent.keep == keep and self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
             extent.tokens += tokens
@@ -310,7 +341,7 @@ class PrefixTree:
             return extent
         key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks.copy(), self.tick)
-        child.references = 1
+        child.references, child.keep = 1, keep
         if listed:
             self._link(extent, child)
         return child
@@ -336,7 +367,7 @@ class PrefixTree:
         parent = extent.parent
         assert parent is not None
         upper = Extent(parent, extent.key, extent.tokens[:at], extent.blocks[:, :num_blocks], extent.created)
-        upper.last_use, upper.hits, upper.priority = extent.last_use, extent.hits, extent.priority
+        upper.last_use, upper.hits, upper.keep = extent.last_use, extent.hits, extent.keep
         upper.references = 1 if extent.references else 0
         extent.parent, extent.tokens, extent.blocks = upper, extent.tokens[at:], extent.blocks[:, num_blocks:]
         if extent.key is not None:
@@ -352,6 +383,7 @@ class PrefixTree:
         """Free that many evictable blocks per group, in the policy's order, each victim from its tail; they must
         exist.
         """
+        self.expire_priorities()
         self.num_evicted += num_blocks
         while num_blocks > 0:
             extent = self.queue.first()

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvist.core.extents import Extent, Match, Namespace, PrefixTree
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.pool import BlockPool
+from kvist.core.retention import Retention
 from kvist.core.sequences import Batch, Sequence, SequenceRows, Sequences
 from kvist.core.statistics import Counters, Stats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
@@ -35,20 +37,20 @@ class CacheCore:
     Costs: a request costs what its extents cost, a decode step a few array operations, whatever the number of blocks.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
         if not isinstance(config, CacheConfig):
             raise ArgumentTypeError(f"config is a {type(config).__name__}, must be a CacheConfig")
         config.validate()
         self.config = config
         self.block_size = config.block_size
+        self.clock = clock
         self._start()
 
     def _start(self) -> None:
         config = self.config
         self.pool = BlockPool(config.resolved_num_blocks)
-        self.tree = PrefixTree(
-            [self.pool], config.block_size, policy_named(config.policy), partial=config.reuse and config.partial_reuse
-        )
+        policy, partial = policy_named(config.policy), config.reuse and config.partial_reuse
+        self.tree = PrefixTree([self.pool], config.block_size, policy, self.clock, partial=partial)
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, config.block_size, num_groups=1)
         self.counters = Counters()
         self.pins: dict[Pin, Extent] = {}
@@ -63,6 +65,7 @@ class CacheCore:
         tokens: Tokens,
         *,
         namespace: Namespace = (),
+        retention: Retention | None = None,
         reuse: bool = True,
         publish: bool = True,
         num_beams: int = 1,
@@ -71,18 +74,23 @@ class CacheCore:
 
         `tokens`: 1-D int array, `array`, buffer or list of ids 0 .. 2**31-1, at least one. The first
         `num_cached_tokens` of the sequence returned, at most all but the last, are computed already. `namespace`
-        separates content that must not be shared; `reuse=False` does not look for content, `publish=False` leaves none
-        to others. With `num_beams`, `beams` lists that many sequences: they share the prompt's full blocks, only the
-        first is to be computed, and the others may be used once it has committed the whole prompt.
+        separates content that must not be shared; `retention` says what of it should stay longest; `reuse=False` does
+        not look for content, `publish=False` leaves none to others. With `num_beams`, `beams` lists that many
+        sequences: they share the prompt's full blocks, only the first is to be computed, and the others may be used
+        once it has committed the whole prompt.
 
         Raises NeverFits for a prompt longer than `max_sequence_length` or the whole pool, OutOfBlocks or OutOfRows if
         there is no room now, ArgumentError for tokens or a namespace that cannot be.
         """
         prompt = as_token_buffer(tokens)
         admission.check_prompt(self, prompt, namespace, num_beams)
+        if not isinstance(retention, Retention | None):
+            raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
         match = admission.match_prompt(self, prompt, namespace) if reuse else None
         publishes = publish and self.config.reuse
-        return admission.admit(self, prompt, namespace, match, publishes=publishes, num_beams=num_beams)
+        return admission.admit(
+            self, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
+        )
 
     # -- growth -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvist.core.retention import Keep
 from kvist.core.sequences import Sequence
 
 if TYPE_CHECKING:
@@ -31,16 +32,17 @@ def publish(core: CacheCore, sequence: Sequence) -> None:
     start, end = rows.num_published.item(row), rows.num_computed.item(row) // core.block_size
     if end <= start:
         return
-    tokens = rows.token_bytes(sequence, start * core.block_size, end * core.block_size)
-    blocks = rows.block_table[:, row, start:end]
-    existing = 0
-    if sequence.publishes:
-        sequence._extent, existing = core.tree.insert(sequence._extent, tokens, blocks)
-    else:
-        sequence._extent = core.tree.insert_unlisted(sequence._extent, tokens, blocks)
-    if existing:
-        _rebase(core, sequence, start, existing, end)
-    rows.set_published(sequence, end)
+    if not sequence.publishes:
+        tokens = rows.token_bytes(sequence, start * core.block_size, end * core.block_size)
+        sequence._extent = core.tree.insert_unlisted(sequence._extent, tokens, rows.block_table[:, row, start:end])
+        rows.set_published(sequence, end)
+        return
+    for stop, keep in list(sequence.keeps(start, end)):
+        existing = _insert(core, sequence, start, stop, stop * core.block_size, keep)
+        if existing:
+            _rebase(core, sequence, start, existing, stop)
+        rows.set_published(sequence, stop)
+        start = stop
 
 
 def publish_last(core: CacheCore, sequence: Sequence) -> None:
@@ -52,13 +54,20 @@ def publish_last(core: CacheCore, sequence: Sequence) -> None:
     end = -(-computed // core.block_size)
     if end <= start:
         return
-    tokens = rows.token_bytes(sequence, start * core.block_size, computed)
-    blocks = rows.block_table[:, row, start:end]
-    sequence._extent, existing = core.tree.insert(sequence._extent, tokens, blocks)
-    if existing:
-        core.pool.give(blocks[0, :existing])
-        core.counters.num_shared_blocks += existing
-    rows.num_published[row] = end
+    for stop, keep in list(sequence.keeps(start, end)):
+        existing = _insert(core, sequence, start, stop, min(stop * core.block_size, computed), keep)
+        if existing:
+            core.pool.give(rows.block_table[0, row, start : start + existing])
+            core.counters.num_shared_blocks += existing
+        rows.num_published[row] = start = stop
+
+
+def _insert(core: CacheCore, sequence: Sequence, start: int, stop: int, end_token: int, keep: Keep) -> int:
+    """Put a row's blocks start .. stop-1 into the tree; returns how many leading ones the tree did not take."""
+    tokens = core.rows.token_bytes(sequence, start * core.block_size, end_token)
+    blocks = core.rows.block_table[:, sequence.row, start:stop]
+    sequence._extent, existing = core.tree.insert(sequence._extent, tokens, blocks, keep)
+    return existing
 
 
 def _rebase(core: CacheCore, sequence: Sequence, start: int, existing: int, end: int) -> None:

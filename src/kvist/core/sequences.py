@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.retention import DEFAULT_KEEP, Keep, Retention
 from kvist.core.tokens import TOKEN_BYTES, TokenArray
 from kvist.errors import ArgumentTypeError, SequenceError
 
@@ -38,7 +39,9 @@ class Sequence:
         "leader",
         "namespace",
         "num_cached_tokens",
+        "num_prompt_tokens",
         "publishes",
+        "retention",
         "row",
     )
 
@@ -50,6 +53,8 @@ class Sequence:
         self.publishes = publishes
         self.num_cached_tokens = 0
         self.leader: Sequence | None = None
+        self.num_prompt_tokens = 0
+        self.retention: Retention | None = None
         self._beams: list[Sequence] | None = None
         self._earlier: bytes | bytearray = b""
         self._earlier_start = 0
@@ -116,6 +121,12 @@ class Sequence:
         published = self._rows.num_published.item(row) * self._rows.block_size
         return np.frombuffer(path + self._rows.token_bytes(self, published, self.num_tokens), np.int32)
 
+    def keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
+        """Return how its blocks start .. end-1 are to be kept, in runs: (end of the run, how)."""
+        if self.retention is None:
+            return ((end, DEFAULT_KEEP),)
+        return self.retention.keeps(start, end, self._rows.block_size, self.num_prompt_tokens)
+
     def _live_row(self) -> int:
         if self.row < 0:
             raise SequenceError("the sequence has been freed")
@@ -146,6 +157,8 @@ class RowState:
     num_computed: int
     tokens: bytes
     publishes: bool
+    num_prompt_tokens: int
+    retention: Retention | None
 
 
 class SequenceRows:
@@ -298,6 +311,8 @@ class SequenceRows:
             num_computed=self.num_computed.item(row),
             tokens=self.token_bytes(sequence, published * self.block_size, num_tokens),
             publishes=sequence.publishes,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            retention=sequence.retention,
         )
 
     def restore(self, sequence: Sequence, state: RowState) -> None:
@@ -310,6 +325,7 @@ class SequenceRows:
         self.num_computed[row] = state.num_computed
         self.version[row] += 1
         sequence._extent, sequence.publishes = state.extent, state.publishes
+        sequence.num_prompt_tokens, sequence.retention = state.num_prompt_tokens, state.retention
         self.set_earlier(sequence, state.num_published * self.block_size, state.tokens)
         self.set_published(sequence, state.num_published)
         self.refresh_limit(row)
