@@ -1,6 +1,7 @@
 """Kvist: the KV cache manager for LLM inference, as a library."""
 
 from kvist.config import AttentionSpec, CacheConfig
+from kvist.core.forecast import Forecast
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.retention import Retention
@@ -31,6 +32,7 @@ __all__ = [
     "BatchTables",
     "CacheConfig",
     "ConfigError",
+    "Forecast",
     "InvariantError",
     "KVCacheManager",
     "KvistError",

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["admit", "check_prompt", "extent_of", "match_prompt"]
 
 
-def check_prompt(core: CacheCore, prompt: bytes | memoryview, namespace: Namespace, num_beams: int) -> None:
-    """Raise unless an empty cache with enough free rows would admit the prompt."""
-    num_tokens = len(prompt) // TOKEN_BYTES
+def check_prompt(core: CacheCore, num_tokens: int, namespace: Namespace, num_beams: int, *, free_rows: int) -> None:
+    """Raise unless an empty cache with so many free rows would admit a prompt of that length."""
     if not num_tokens:
         raise ArgumentError("tokens is empty; a prompt has at least one token")
     check_namespace(namespace)
@@ -33,7 +32,7 @@ def check_prompt(core: CacheCore, prompt: bytes | memoryview, namespace: Namespa
     needed, total = num_full + (num_beams if rest else 0), core.pool.num_blocks
     if needed > total:
         raise NeverFits(f"the prompt needs {needed} blocks of {core.block_size} tokens, the whole pool has {total}")
-    core.require_rows(num_beams)
+    core.require_rows(num_beams, free_rows)
 
 
 def match_prompt(core: CacheCore, prompt: bytes | memoryview, namespace: Namespace) -> Match | None:

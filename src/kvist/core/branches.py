@@ -29,7 +29,7 @@ def fork(core: CacheCore, sequence: Sequence, n: int) -> list[Sequence]:
     """Return n copies of a sequence."""
     core.rows.check_running(sequence, "fork")
     refuse_waiting(sequence, "fork")
-    core.require_rows(n)
+    core.require_rows(n, core.rows.num_free)
     core.require_blocks(n * _num_private(core, sequence, "fork"))
     publishing.publish(core, sequence)
     state = core.rows.snapshot(sequence)

@@ -19,6 +19,7 @@ from kvist.core.digest import state_digest
 from kvist.core.eviction import policy_named
 from kvist.core.explanation import Explanation
 from kvist.core.extents import Extent, Match, Namespace, PrefixTree
+from kvist.core.forecast import Forecast
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.pool import BlockPool
@@ -83,7 +84,8 @@ class CacheCore:
         there is no room now, ArgumentError for tokens or a namespace that cannot be.
         """
         prompt = as_token_buffer(tokens)
-        admission.check_prompt(self, prompt, namespace, num_beams)
+        num_tokens = len(prompt) // TOKEN_BYTES
+        admission.check_prompt(self, num_tokens, namespace, num_beams, free_rows=self.rows.num_free)
         if not isinstance(retention, Retention | None):
             raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
         match = admission.match_prompt(self, prompt, namespace) if reuse else None
@@ -345,6 +347,30 @@ class CacheCore:
         self.tree.clear()
         self._start()
 
+    # -- forecasts ----------------------------------------------------------------------------------------------------
+
+    def forecast(self) -> Forecast:
+        """Return a what-if on a copy of the counts, for a scheduler that asks before it acts."""
+        return Forecast(self)
+
+    def blocks_needed_next_step(self, sequence: Sequence, lookahead: int = 1, *, num_draft_tokens: int = 0) -> int:
+        """Count the blocks that the sequence must be given for its next `lookahead` steps.
+
+        Each step adds a token and `num_draft_tokens` drafts; nothing is needed beyond `max_sequence_length`.
+        """
+        self.rows.check_running(sequence, "blocks_needed_next_step")
+        num_added = as_count(lookahead, "lookahead") * (1 + as_count(num_draft_tokens, "num_draft_tokens"))
+        return self._num_missing_blocks(sequence, sequence.num_tokens + num_added)
+
+    def blocks_needed_to_completion(self, sequence: Sequence, max_new_tokens: int) -> int:
+        """Count the blocks that the sequence must be given until it has its prompt and `max_new_tokens` more."""
+        self.rows.check_running(sequence, "blocks_needed_to_completion")
+        total = sequence.num_prompt_tokens + as_count(max_new_tokens, "max_new_tokens")
+        return self._num_missing_blocks(sequence, total)
+
+    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(-(-min(num_tokens, self.rows.max_tokens) // self.block_size) - sequence.num_blocks, 0)
+
     # -- branches -----------------------------------------------------------------------------------------------------
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
@@ -426,20 +452,19 @@ class CacheCore:
         if source != destination:
             self._moves.append(Move(source, destination, num_tokens))
 
-    def require_rows(self, n: int) -> None:
+    def require_rows(self, n: int, free_rows: int) -> None:
         """Raise unless n rows are free."""
-        rows = self.rows
-        if n <= rows.num_free:
+        if n <= free_rows:
             return
-        total = len(rows.sequences)
+        total = len(self.rows.sequences)
         if n > total:
             raise NeverFits(f"{n} sequences asked for, max_sequences is {total}")
         raise OutOfRows(
-            f"{n} rows needed, but {rows.num_free} of max_sequences={total} are free",
+            f"{n} rows needed, but {free_rows} of max_sequences={total} are free",
             needed=n,
-            free=rows.num_free,
+            free=free_rows,
             evictable=0,
-            held=total - rows.num_free,
+            held=total - free_rows,
         )
 
     def require_blocks(self, needed: int, match: Match | None = None) -> None:

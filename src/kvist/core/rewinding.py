@@ -21,7 +21,9 @@ def rewind_own(core: CacheCore, sequence: Sequence, left: int) -> None:
         kept = sequence._earlier[: (left - sequence._earlier_start) * TOKEN_BYTES]
         rows.set_earlier(sequence, sequence._earlier_start, kept)
     rows.num_tokens[row] = left
-    core.give_row(row, -(-left // core.block_size))
+    needed = -(-left // core.block_size)
+    rows.version[row] += int(rows.num_blocks[row] > needed)
+    core.give_row(row, needed)
 
 
 def rewind_published(core: CacheCore, sequence: Sequence, left: int) -> None:
