@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["as_count", "as_counts", "check_namespace", "is_one_token_each"]
+__all__ = ["as_count", "as_counts", "as_int_array", "check_namespace", "is_one_token_each"]
 
 MAX_COUNT = 2**62
 
@@ -52,14 +52,21 @@ def as_counts(n: ArrayLike, length: int, name: str) -> NDArray[np.int64]:
     """Return non-negative ints `[length]`, from one for all or one for each; cut off where adding to them could
     overflow.
     """
-    try:
-        counts = np.asarray(n)
-    except ValueError:
-        raise ArgumentTypeError(f"{name} is {n!r}, must be one int or one for each sequence") from None
-    if counts.dtype.kind not in "iu" and counts.size:
-        raise ArgumentTypeError(f"{name} must hold ints, not {counts.dtype}")
+    counts = as_int_array(n, name)
     if counts.ndim and counts.shape != (length,):
         raise ArgumentError(f"{name} has shape {counts.shape}, must be one int or one for each of {length} sequences")
     if counts.size and int(counts.min()) < 0:
         raise ArgumentError(f"{name} holds {int(counts.min())}, must not be negative")
-    return np.broadcast_to(np.minimum(counts, MAX_COUNT).astype(np.int64), (length,))
+    wide = counts.astype(np.uint64)
+    return np.broadcast_to(np.minimum(wide, np.uint64(MAX_COUNT)).astype(np.int64), (length,))
+
+
+def as_int_array(n: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
+    """Return ints of any shape and type as an array, or say what is wrong with them."""
+    try:
+        ints = np.asarray(n)
+    except ValueError:
+        raise ArgumentTypeError(f"{name} is {n!r}, must be ints, in lists of equal length") from None
+    if ints.dtype.kind not in "iu" and ints.size:
+        raise ArgumentTypeError(f"{name} must hold ints, not {ints.dtype}")
+    return ints

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from kvist.core import publishing, rewinding
+from kvist.core.arguments import as_int_array
 from kvist.core.sequences import RUNNING, WAITING, RowState, Sequence
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
@@ -113,8 +113,8 @@ def _checked_parents(core: CacheCore, beams: Any, parents: ArrayLike) -> list[in
         refuse_waiting(beam, "reorder")
     if len(set(map(id, beams))) < len(beams):
         raise SequenceError("reorder: a sequence is named twice")
-    origins = np.asarray(parents)
-    if origins.shape != (len(beams),) or (len(beams) and origins.dtype.kind not in "iu"):
+    origins = as_int_array(parents, "parents")
+    if origins.shape != (len(beams),):
         raise ArgumentError(f"reorder: parents must be {len(beams)} ints, one for each beam, not {parents!r}")
     if len(beams) and not 0 <= int(origins.min()) <= int(origins.max()) < len(beams):
         raise ArgumentError(f"reorder: parents are indices into beams, 0 .. {len(beams) - 1}, not {origins.tolist()}")
