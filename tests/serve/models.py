@@ -1,4 +1,4 @@
-"""Tiny decoders with random weights: as different as the real ones in what attention sees, small enough for every test."""
+"""Tiny decoders with random weights: what attention sees differs as in real ones, and every test can afford them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TINY_KINDS = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
-"""Decoders with plain full attention: GQA, biased projections, normed queries and keys, no window, layers without RoPE."""
+"""Plain full attention with GQA; qwen2 biases its projections, qwen3 norms Q and K, smollm3 has layers without RoPE."""
 
 VOCAB_SIZE = 512
 NUM_LAYERS = 4

@@ -164,8 +164,9 @@ def test_bfloat16_models_are_served_in_their_own_dtype():
         assert text(model, input_ids=prompt(21), cache=cache) == text(model, input_ids=prompt(21))
 
 
-def test_random_calls_over_a_pool_that_evicts_all_the_time(llama, draft_model):
+def test_random_calls_over_a_pool_that_evicts_all_the_time(llama):
     random = np.random.default_rng(3)
+    num_skipped = 0
     with PagedCache(llama, num_blocks=40, block_size=BLOCK_SIZE) as cache:
         for call in range(40):
             way = str(random.choice(list(WAYS)))
@@ -174,8 +175,10 @@ def test_random_calls_over_a_pool_that_evicts_all_the_time(llama, draft_model):
             settings = {**inputs, **WAYS[way], "max_new_tokens": int(random.integers(1, 8)), "seed": call}
             assert text(llama, **settings, cache=cache) == text(llama, **settings), (call, way)
             cache.manager.check()
+            num_skipped += sum(cache.num_skipped_tokens)
         cache.reset()
         assert_nothing_held(cache)
+    assert num_skipped > 100
 
 
 # ---- what is not computed again --------------------------------------------------------------------------------------
@@ -234,6 +237,17 @@ def test_a_row_without_anything_cached_makes_all_rows_start_at_the_front(llama, 
     assert (cache.num_cached_tokens, cache.num_skipped_tokens) == ([29, 0], [0, 0])
 
 
+def test_what_is_stored_already_is_not_written_again(llama, cache, monkeypatch):
+    text(llama, input_ids=prompt(30), cache=cache)
+    written = []
+    write = cache.memory.write
+    monkeypatch.setattr(cache.memory, "write", lambda *given: (written.append(given[3].tolist()), write(*given)))
+    rows = left_padded(torch.cat([prompt(20), prompt(4, seed=7)], dim=1), prompt(16))
+    text(llama, **rows, cache=cache, num_beams=2, max_new_tokens=1)
+    # Four new tokens of row 0 and the last one of row 1, each for the first of two beams.
+    assert [(len(slots), len(set(slots))) for slots in written] == [(5, 5)] * len(cache)
+
+
 def test_beams_store_their_prompt_once(llama):
     with PagedCache(llama, num_blocks=12, block_size=BLOCK_SIZE) as cache:
         ids = prompt(24)
@@ -280,6 +294,13 @@ def test_namespaces_share_nothing(llama, cache):
         text(llama, input_ids=prompt(20), cache=cache)
         found += cache.num_cached_tokens
     assert found == [0, 0, 19]
+
+
+def test_rows_do_not_go_on_in_another_namespace(llama, cache):
+    text(llama, input_ids=prompt(20), cache=cache)
+    turn = {"input_ids": prompt(3), "attention_mask": torch.ones(1, cache.get_seq_length() + 3, dtype=torch.long)}
+    cache.namespace = ("another adapter",)
+    refused(llama, cache, "1 rows would go on at column 31, but the cache holds 0 rows", **turn)
 
 
 def test_two_caches_of_one_model_do_not_mix(llama, cache):
@@ -357,12 +378,26 @@ def test_rows_can_be_repeated_and_selected(llama, cache):
     cache.manager.check()
 
 
+def test_selected_rows_keep_their_padding(llama, cache):
+    inputs = left_padded(prompt(10), prompt(4, seed=1))
+    expected = text(llama, **left_padded(prompt(4, seed=1), prompt(10)))
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        logits = llama(**inputs, position_ids=positions, cache=cache).logits[:, -1]
+        order = torch.tensor([1, 0])
+        cache.batch_select_indices(order)
+        mask = torch.cat([inputs["attention_mask"][order], torch.ones(2, 1, dtype=torch.long)], dim=1)
+        ids, positions = logits[order].argmax(-1, keepdim=True), positions[order][:, -1:] + 1
+        given = llama(ids, attention_mask=mask, position_ids=positions, cache=cache).logits[:, -1].argmax(-1)
+    assert [[*ids[row].tolist(), int(given[row])] for row in (0, 1)] == [row[10:12] for row in expected]
+
+
 # ---- too little room -------------------------------------------------------------------------------------------------
 
 
 def test_running_out_of_blocks_says_what_to_do_and_leaves_the_cache_usable(llama):
     with PagedCache(llama, num_blocks=8, block_size=BLOCK_SIZE) as cache:
-        with pytest.raises(OutOfBlocks, match=r"has 8 blocks of 4 tokens .* make it with more num_blocks"):
+        with pytest.raises(OutOfBlocks, match=r"1 blocks? .* with more num_blocks, .* share 8 blocks of 4 tokens"):
             text(llama, input_ids=prompt(20), max_new_tokens=20, cache=cache)
         assert_nothing_held(cache)
         with pytest.raises(SequenceError, match=r"failed half way"):
@@ -374,11 +409,27 @@ def test_running_out_of_blocks_says_what_to_do_and_leaves_the_cache_usable(llama
 
 def test_prompts_that_do_not_fit_are_all_refused(llama):
     with PagedCache(llama, num_blocks=8, block_size=BLOCK_SIZE) as cache:
-        with pytest.raises(OutOfBlocks, match="make it with more num_blocks"):
+        with pytest.raises(OutOfBlocks, match="make the PagedCache with more num_blocks"):
             text(llama, input_ids=torch.cat([prompt(20), prompt(20, seed=1)]), cache=cache)
         assert_nothing_held(cache)
-        with pytest.raises(NeverFits, match="make it with more num_blocks"):
+        with pytest.raises(NeverFits, match="make the PagedCache with more num_blocks"):
             text(llama, input_ids=prompt(33), cache=cache)
+        assert_nothing_held(cache)
+
+
+def test_rows_that_cannot_be_repeated_are_all_ended(llama):
+    with PagedCache(llama, num_blocks=7, block_size=BLOCK_SIZE) as cache:
+        with torch.no_grad():
+            llama(torch.cat([prompt(9), prompt(9, seed=1)]), cache=cache)
+        with pytest.raises(OutOfBlocks, match="make the PagedCache with more num_blocks"):
+            cache.batch_repeat_interleave(2)
+        assert_nothing_held(cache)
+
+
+def test_more_rows_than_there_may_be_are_refused(llama):
+    with PagedCache(llama, num_blocks=20, block_size=BLOCK_SIZE, max_sequences=3) as cache:
+        with pytest.raises(OutOfBlocks, match="make the PagedCache with more max_sequences"):
+            text(llama, input_ids=torch.cat([prompt(9, seed) for seed in range(4)]), cache=cache)
         assert_nothing_held(cache)
 
 
@@ -405,6 +456,21 @@ def test_embeddings_are_refused(llama, cache):
 def test_inputs_beside_the_token_ids_are_refused(llama, cache):
     with pytest.raises(SequenceError, match="can't tell what token_type_ids does"):
         llama(prompt(9), cache=cache, token_type_ids=torch.ones(1, 9))
+
+
+def test_padded_rows_need_their_mask_and_positions_every_time(llama, cache):
+    rows = left_padded(prompt(9), prompt(5, seed=1))
+    with pytest.raises(SequenceError, match="need attention_mask and position_ids"):
+        llama(**rows, cache=cache)
+    text(llama, **rows, cache=cache)
+    with pytest.raises(SequenceError, match="need attention_mask and position_ids"):
+        llama(torch.ones(2, 1, dtype=torch.long), cache=cache)
+
+
+def test_other_rows_than_there_are_cannot_go_on(llama, cache):
+    text(llama, input_ids=torch.cat([prompt(9), prompt(9, seed=1)]), cache=cache)
+    with pytest.raises(SequenceError, match="1 rows would go on at column None, but the cache holds 2 rows"):
+        llama(prompt(1), cache=cache)
 
 
 def test_positions_of_ones_own_are_refused(llama, cache):
@@ -463,6 +529,7 @@ UNSUITED = {
     "RoPE of type dynamic": lambda: tiny_model(
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     ),
+    "tokens attend to later ones": lambda: tiny_model("llama", use_bidirectional_attention=True),
     "encoder-decoder": lambda: T5ForConditionalGeneration(
         T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     ),
@@ -490,6 +557,18 @@ def test_closing_takes_the_hooks_off_the_model(llama):
         text(llama, input_ids=prompt(9), cache=cache)
 
 
+def test_a_cache_made_in_inference_mode_works_outside_of_it(llama):
+    with torch.inference_mode():
+        cache = PagedCache(llama, num_blocks=20, block_size=BLOCK_SIZE)
+        expected = text(llama, input_ids=prompt(9), cache=cache)
+    with cache:
+        assert text(llama, input_ids=prompt(9), cache=cache) == expected
+    with torch.inference_mode():
+        made_inside = tiny_model("llama")
+    with PagedCache(made_inside, num_blocks=20, block_size=BLOCK_SIZE) as cache, torch.inference_mode():
+        assert text(made_inside, input_ids=prompt(9), cache=cache) == expected
+
+
 def test_a_cache_that_is_dropped_leaves_the_model_as_it_was():
     model = tiny_model("llama")
     PagedCache(model, num_blocks=20, block_size=BLOCK_SIZE)
@@ -497,12 +576,14 @@ def test_a_cache_that_is_dropped_leaves_the_model_as_it_was():
     assert len(text(model, input_ids=prompt(9))[0]) == 21
 
 
-def test_the_size_can_be_given_in_bytes_or_left_out(llama):
+def test_the_size_can_be_given_in_bytes_or_left_out(llama, monkeypatch):
+    assert module._DEFAULT_MEMORY == "1 GiB"
+    monkeypatch.setattr(module, "_DEFAULT_MEMORY", "2 MiB")
     token_bytes = 2 * tiny_config("llama").num_hidden_layers * 2 * 16 * 4
     with PagedCache(llama, memory="1 MiB", block_size=BLOCK_SIZE) as cache:
         assert cache.manager.num_blocks == 2**20 // (BLOCK_SIZE * token_bytes)
     with PagedCache(llama) as cache:
-        assert cache.manager.num_blocks == 2**30 // (16 * token_bytes)
+        assert cache.manager.num_blocks == 2**21 // (16 * token_bytes)
 
 
 def test_the_examples_of_the_guide_hold():

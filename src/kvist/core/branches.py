@@ -113,7 +113,7 @@ def _checked_parents(core: CacheCore, beams: Any, parents: ArrayLike) -> list[in
         refuse_waiting(beam, "reorder")
     if len(set(map(id, beams))) < len(beams):
         raise SequenceError("reorder: a sequence is named twice")
-    origins = as_int_array(parents, "parents")
+    origins = as_int_array(parents, "reorder: parents")
     if origins.shape != (len(beams),):
         raise ArgumentError(f"reorder: parents must be {len(beams)} ints, one for each beam, not {parents!r}")
     if len(beams) and not 0 <= int(origins.min()) <= int(origins.max()) < len(beams):

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, as_tensor
 
+from kvist import KVCacheManager, Sequence
 from kvist.errors import SequenceError
-from kvist.manager import KVCacheManager, Sequence
 
 __all__ = ["Batch", "Step"]
 
@@ -113,10 +113,11 @@ class Batch:
     def _slots(self) -> IntArray:
         """The slot of every column of every row, int64 [B, num_columns]."""
         owners, owner_of_row = np.unique(self._owners, return_inverse=True)
-        table = self._manager.tables([self._rows[owner] for owner in owners]).block_table[owner_of_row].astype(np.int64)
+        table = self._manager.tables([self._rows[owner] for owner in owners]).block_table[owner_of_row]
         tokens = np.maximum(np.arange(self.num_columns) - self._padding[:, None], 0)
-        blocks: IntArray = np.take_along_axis(table, tokens // self._block_size, axis=1)
-        return blocks * self._block_size + tokens % self._block_size
+        blocks = np.take_along_axis(table, tokens // self._block_size, axis=1).astype(np.int64)
+        slots: IntArray = blocks * self._block_size + tokens % self._block_size
+        return slots
 
     def commit(self) -> None:
         """Declare all columns written, so that others may find them."""
@@ -165,6 +166,6 @@ class Batch:
         self._free(rows)
 
     def _free(self, sequences: list[Sequence]) -> None:
-        # The last first: beams that wait for their prompt go before the one that computes it.
+        # Beams that wait for their prompt go before the one that computes it, so that none has to take its place.
         for sequence in reversed(sequences):
             self._manager.free(sequence)

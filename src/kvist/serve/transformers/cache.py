@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from kvist import KVCacheManager
 from kvist.config import CacheConfig
-from kvist.errors import NeverFits, OutOfBlocks, SequenceError
-from kvist.manager import KVCacheManager
+from kvist.errors import NeverFits, OutOfBlocks, OutOfRows, SequenceError
 from kvist.memory import TorchMemory
 from kvist.serve.transformers.batch import Batch, Step
 from kvist.serve.transformers.inputs import Inputs
@@ -54,12 +54,13 @@ class PagedCache(Cache):
     ) -> None:
         specs, self._device = attention_specs(model)
         if num_blocks is None and memory is None:
-            memory = "1 GiB"
+            memory = _DEFAULT_MEMORY
         settings.setdefault("max_sequence_length", _max_positions(model))
         config = CacheConfig(specs, num_blocks=num_blocks, memory=memory, **settings)
-        self.memory = TorchMemory(config, device=self._device)
+        with torch.inference_mode(mode=False):  # storage made in that mode could not be written outside of it
+            self.memory = TorchMemory(config, device=self._device)
         self.manager = KVCacheManager(config, memory=self.memory)
-        self.namespace = namespace
+        self._namespace = namespace
         self._weights = weight_stamps(model)
         self._namespaces: set[tuple[Any, ...]] = set()
         self._batch = Batch(self.manager, self.memory.block_size)
@@ -73,6 +74,17 @@ class PagedCache(Cache):
             model.register_forward_pre_hook(_hook(self, PagedCache._before_forward), with_kwargs=True),
             model.register_forward_hook(_hook(self, PagedCache._after_forward), with_kwargs=True),
         ]
+
+    @property
+    def namespace(self) -> tuple[Any, ...]:
+        """What must be equal besides tokens for K and V to be reused; strings, ints, bytes. A new one ends the rows."""
+        return self._namespace
+
+    @namespace.setter
+    def namespace(self, namespace: tuple[Any, ...]) -> None:
+        if namespace != self._namespace:
+            self.reset()
+            self._namespace = namespace
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -164,8 +176,8 @@ class PagedCache(Cache):
         self._batch.free()
         self._forget_other_weights(model)
         with self._advice():
-            self._batch.admit(inputs.token_ids, padding, self.namespace)
-        self._namespaces.add(self.namespace)
+            self._batch.admit(inputs.token_ids, padding, self._namespace)
+        self._namespaces.add(self._namespace)
         num_skipped = min(self._batch.num_cached_columns, inputs.max_skipped(model))
         self._num_skipped_tokens = [int(n) for n in np.maximum(num_skipped - padding, 0)]
         return num_skipped
@@ -192,10 +204,13 @@ class PagedCache(Cache):
         except (OutOfBlocks, NeverFits) as error:
             self._failed = True
             self._batch.free()
+            lacking = "num_blocks, max_sequences or max_sequence_length"
+            if isinstance(error, OutOfBlocks):
+                lacking = "max_sequences" if isinstance(error, OutOfRows) else "num_blocks"
             advice = (
-                f"this PagedCache has {self.manager.num_blocks} blocks of {self.memory.block_size} tokens for the "
-                "prompts and new tokens of all rows, beams included: make it with more num_blocks, or pass fewer or "
-                "shorter rows. The rows of this call were ended; what they had computed stays reusable"
+                f"make the PagedCache with more {lacking}, or pass fewer or shorter rows: all rows of a call, beams, "
+                f"prompts and new tokens, share {self.manager.num_blocks} blocks of {self.memory.block_size} tokens. "
+                "The rows of this call were ended; what they had computed stays reusable"
             )
             error.args = (f"{error}; {advice}",)
             raise
@@ -246,9 +261,10 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last `-tokens_to_remove` columns back; a positive number, as before transformers 5.14, is kept."""
-        held = self._batch.num_columns
+        change = int(tokens_to_remove)  # a tensor in some versions
+        num_removed = -change if change <= 0 else max(self._batch.num_columns - change, 0)
         with self._advice():
-            self._batch.rewind(-tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0))
+            self._batch.rewind(num_removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row `beam_idx[i]`."""
@@ -268,7 +284,7 @@ class PagedCache(Cache):
             self._batch.select(np.arange(self._batch.num_rows)[indices.cpu().numpy()])
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _PagedLayer(CacheLayerMixin):
     """One layer's side of a `PagedCache`; what concerns all layers is done once, by the cache."""
 
     is_croppable = True
@@ -320,6 +336,8 @@ def _hook(cache: PagedCache, act: Callable[..., Any]) -> Callable[..., Any]:
 def _max_positions(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768)
 
+
+_DEFAULT_MEMORY = "1 GiB"
 
 # Whether `generate` marks the cache that it is given, as transformers does since 5.18. The mark is no public interface;
 # should it go, a PagedCache asks to be reset before every call rather than take one prompt for the end of another.
