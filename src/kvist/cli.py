@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvist.errors import KvistError
 
@@ -29,14 +29,13 @@ __all__ = ["app", "main"]
 # A cache that holds every prompt whole is made no larger than this unless --blocks asks for it.
 DEFAULT_CACHE_BYTES = 2 * 2**30
 
+# \b keeps the lines of a paragraph as they are.
 GENERATE_EXAMPLES = """
+\b
 Examples:
-
-  kvist generate --model SmolLM2-135M-Instruct --chat --prompt "What is a block table?"
-
-  kvist generate --model ./my-model --prompts questions.txt --max-tokens 100 --json > answers.jsonl
-
-  cat questions.txt | kvist generate --model ./my-model --prompts - --temperature 0.8 --top-p 0.9 --seed 7
+  kvist generate --model SmolLM2-135M-Instruct --chat --prompt "What is a block?"
+  kvist generate --model ./my-model --prompts questions.txt --json > answers.jsonl
+  cat questions.txt | kvist generate --model ./my-model --prompts - --temperature 0.8
 
 Exit status: 0 done; 1 the model cannot be used or a prompt does not fit; 2 wrong arguments; 130 interrupted.
 """
@@ -76,7 +75,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with statistics.")] = False,
 ) -> None:
     """Generate text for one prompt or many, with continuous batching and prefix reuse."""
@@ -96,13 +95,9 @@ def generate(
         print(_as_json(index, text, generation) if as_json else _as_text(index, text, len(texts)))
 
 
-def main() -> NoReturn:
-    """Run the command line and exit."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0)
+def main() -> None:
+    """Run the command line; exits with the command's status."""
+    app()
 
 
 def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
@@ -134,13 +129,11 @@ def _errors_told() -> Iterator[None]:
 def _import_serve() -> Any:
     """Import what needs torch, only when a command runs that does."""
     try:
-        from transformers.utils import logging
-
         import kvist.serve.engine
+        from kvist.serve.model import quiet_transformers
     except ModuleNotFoundError as error:
         raise OSError(f"generate needs {error.name}; pip install 'kvist[serve]'") from error
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     return kvist.serve
 
 

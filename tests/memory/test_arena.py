@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -158,10 +159,12 @@ def test_gather_copies():
     assert not memory.keys(0).any()
 
 
-def test_gather_takes_numpy_and_reads_no_more_columns_than_it_needs():
+def test_gather_takes_read_only_numpy_and_reads_no_more_columns_than_it_needs():
     memory = arena()
     numbered(memory)
-    keys, _ = memory.gather(0, torch.tensor([[3, 99]]).numpy(), 4)
+    table = np.array([[3, 99]], dtype=np.int32)
+    table.flags.writeable = False
+    keys, _ = memory.gather(0, table, 4)
     assert torch.equal(keys[0], memory.keys(0)[3])
     assert memory.gather(0, torch.tensor([[3]]), 0)[0].shape == (1, 0, HEADS, DIM)
 

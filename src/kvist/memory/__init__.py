@@ -1,6 +1,7 @@
 """Holds and moves bytes: the arena, and one batch's tables in the kernels' own words.
 
-`kvist.memory.tables` needs NumPy only, so importing this package loads no torch; `TorchMemory` is loaded when first named.
+`kvist.memory.tables` needs NumPy only, so importing this package loads no torch; `TorchMemory` is loaded when first
+named.
 """
 
 from __future__ import annotations

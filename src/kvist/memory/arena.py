@@ -1,4 +1,4 @@
-"""The device tier's storage on torch: one contiguous K and V pool per layer, written by slot and read by block table."""
+"""The device tier's storage on torch: a contiguous K and V pool per layer, written by slot and read by block table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ __all__ = ["TorchMemory"]
 class _LayerPool:
     """K and V of one layer, in the shapes that writes, gathers and kernels want; all of them views of one storage each.
 
-    `pool` is `[2, num_blocks, block_size, heads, dim]`, or None where K and V rows differ in size and so are kept apart.
+    `pool` is `[2, num_blocks, block_size, heads, dim]`, or None where K and V rows differ in size and so are kept
+    apart.
     """
 
     pool: Tensor | None
@@ -44,9 +45,10 @@ class _LayerPool:
 class TorchMemory:
     """K and V of every block, layer by layer, on one torch device.
 
-    Each layer has one contiguous tensor `[2, num_blocks, block_size, num_kv_heads, head_dim]` of its own dtype, K before V.
-    It starts as zeros. Moves run in the order given; on CUDA they run on a stream of their own, and `write` and `gather`
-    make the current stream wait for them. Whoever hands `kv`, `keys` or `values` to a kernel calls `sync` before it.
+    Each layer has one contiguous tensor `[2, num_blocks, block_size, num_kv_heads, head_dim]` of its own dtype, K
+    before V. It starts as zeros. Moves run in the order given; on CUDA they run on a stream of their own, and `write`
+    and `gather` make the current stream wait for them. Whoever hands `kv`, `keys` or `values` to a kernel calls `sync`
+    before it.
     """
 
     def __init__(self, config: CacheConfig, device: str | torch.device = "cpu") -> None:
@@ -54,7 +56,8 @@ class TorchMemory:
         self.device = torch.device(device)
         self.num_blocks = config.resolved_num_blocks
         self.block_size = config.block_size
-        self._layers = [self._allocate(spec) for spec in config.layers]
+        with torch.inference_mode(mode=False):  # storage made in that mode could not be written outside of it
+            self._layers = [self._allocate(spec) for spec in config.layers]
         self._moves_stream: torch.cuda.Stream | None = None
         self._moves_done: torch.cuda.Event | None = None
         if self.device.type == "cuda":
@@ -82,6 +85,7 @@ class TorchMemory:
 
     @property
     def num_layers(self) -> int:
+        """Layers that the arena holds."""
         return len(self._layers)
 
     @property
@@ -114,14 +118,14 @@ class TorchMemory:
     def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: IntArray) -> None:
         """Store K and V of T tokens in their slots; tokens whose slot is negative are skipped.
 
-        `keys` is `[T, num_kv_heads, head_dim]`, `values` `[T, num_kv_heads, value_head_dim]`, `slot_mapping` int64 `[T]`.
-        Slots on the host are checked before anything is written. Slots on an accelerator are not looked at, since the host
-        would have to wait for them; one out of range trips the device's own assertion.
+        `keys` is `[T, num_kv_heads, head_dim]`, `values` `[T, num_kv_heads, value_head_dim]`, `slot_mapping` int64
+        `[T]`. Slots on the host are checked before anything is written. Slots on an accelerator are not looked at,
+        since the host would have to wait for them; one out of range trips the device's own assertion.
 
         Raises `LayoutError` for tensors that do not fit the layer, `ValueError` for a slot outside the arena.
         """
         pool = self._layer(layer)
-        slots = torch.as_tensor(slot_mapping)
+        slots = _as_tensor(slot_mapping)
         self._check_rows(layer, "keys", keys, pool.keys, slots)
         self._check_rows(layer, "values", values, pool.values, slots)
         keys, values = _bits(keys), _bits(values)
@@ -139,14 +143,15 @@ class TorchMemory:
     def gather(self, layer: int, block_table: IntArray, max_len: int) -> tuple[Tensor, Tensor]:
         """Copy the first `max_len` token positions of each sequence out of the arena.
 
-        `block_table` is `[B, M]` with `M * block_size >= max_len`. Its padding may be any number: ids outside the arena are
-        read as its nearest block, so positions past a sequence's own length hold other tokens' contents and must be masked.
-        Returns keys `[B, max_len, num_kv_heads, head_dim]` and values `[B, max_len, num_kv_heads, value_head_dim]`.
+        `block_table` is `[B, M]` with `M * block_size >= max_len`. Its padding may be any number: ids outside the arena
+        are read as its nearest block, so positions past a sequence's own length hold other tokens' contents and must be
+        masked. Returns keys `[B, max_len, num_kv_heads, head_dim]` and values `[B, max_len, num_kv_heads,
+        value_head_dim]`.
 
         Raises `ValueError` when the table is not two-dimensional or too narrow.
         """
         pool = self._layer(layer)
-        table = torch.as_tensor(block_table)
+        table = _as_tensor(block_table)
         if table.ndim != 2:
             raise ValueError(f"block_table must be [B, M], got shape {tuple(table.shape)}")
         width = -(-max_len // self.block_size)
@@ -163,10 +168,10 @@ class TorchMemory:
         )
 
     def perform(self, moves: Sequence[Move]) -> None:
-        """Copy the first `num_tokens` token rows of each move's source block into its destination, in all layers, in order.
+        """Copy the first `num_tokens` token rows of each source block into its destination, in all layers, in order.
 
-        Returns without waiting on CUDA. Raises `ValueError`, before anything is copied, for a move that names another tier,
-        group, block or token count than this arena has.
+        Returns without waiting on CUDA. Raises `ValueError`, before anything is copied, for a move that names another
+        tier, group, block or token count than this arena has.
         """
         for move in moves:
             self._check_move(move)
@@ -179,7 +184,7 @@ class TorchMemory:
                 self._moves_done = self._moves_stream.record_event()
 
     def sync(self) -> None:
-        """Make the current stream wait for the moves made so far; the host does not wait, and on CPU nothing happens."""
+        """Make the current stream wait for the moves made so far; the host does not wait. Does nothing on CPU."""
         if self._moves_done is not None:
             torch.cuda.current_stream(self.device).wait_event(self._moves_done)
             self._moves_done = None
@@ -216,7 +221,8 @@ class TorchMemory:
             )
         if rows.dtype != plane.dtype or rows.device != plane.device:
             raise LayoutError(
-                f"{name} of layer {layer} are kept as {plane.dtype} on {plane.device}, got {rows.dtype} on {rows.device}"
+                f"{name} of layer {layer} are kept as {plane.dtype} on {plane.device}, "
+                f"got {rows.dtype} on {rows.device}"
             )
 
     def _drop_skipped(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,6 +249,13 @@ class TorchMemory:
             raise ValueError(f"{move} copies {move.num_tokens} tokens of a block of {self.block_size}")
 
 
+def _as_tensor(values: IntArray) -> Tensor:
+    """Take integers as a tensor; read-only arrays, as the manager's block tables may be, are copied: torch has none."""
+    if isinstance(values, np.ndarray) and not values.flags.writeable:
+        values = values.copy()
+    return torch.as_tensor(values)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """View 8-bit floats as bytes, since torch cannot index them; other tensors are returned as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
@@ -264,7 +277,7 @@ def _scatter_rows(plane: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _batches(moves: Sequence[Move]) -> Iterator[tuple[list[int], list[int], int]]:
-    """Yield (sources, destinations, num_tokens) that can each be copied at once; one after the other they equal the order.
+    """Yield (sources, destinations, num_tokens), each to be copied at once; one after the other they equal the moves.
 
     Moves share a batch as long as none reads or writes a block that another one of them writes: such moves may change
     places, so those of equal length go together.

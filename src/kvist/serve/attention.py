@@ -31,7 +31,8 @@ class DecodeSpan:
     """Sequences that compute one token each, of similar lengths: one gather and one attention call for all.
 
     `rows` int64 `[B]` are their places in the packed batch, `mask` `[B, 1, 1, max_len]` is added to the scores, or None
-    where all are of the same length; `padding` bool `[B, max_len - shortest, 1, 1]` marks positions past each one's end.
+    where all are of the same length; `padding` bool `[B, max_len - shortest, 1, 1]` marks positions past each one's
+    end.
     """
 
     rows: Tensor
@@ -199,7 +200,7 @@ def _prefill_span(memory: TorchMemory, tables: BatchTables, index: int, dtype: t
         # Query i is at position num_before + i and sees keys up to there.
         later = torch.ones((stop - start, length), dtype=torch.bool).triu(num_before + 1)
         mask = _masked(later, dtype).to(memory.device)
-    table = torch.from_numpy(tables.block_table[index : index + 1]).to(memory.device)
+    table = torch.from_numpy(tables.block_table[[index]]).to(memory.device)
     return PrefillSpan(start, stop, length, table, mask)
 
 

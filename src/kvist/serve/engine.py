@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,8 @@ class TokenEvent:
 class RequestStats:
     """What one request took.
 
-    `num_cached_tokens` of the prompt were found in the cache when it was first admitted, and not computed; None before that.
-    Times are seconds since it was submitted; None for what has not happened yet.
+    `num_cached_tokens` of the prompt were found in the cache when it was first admitted, and not computed; None before
+    that. Times are seconds since it was submitted; None for what has not happened yet.
     """
 
     num_prompt_tokens: int
@@ -76,6 +76,11 @@ class Generation:
         return self._request.output
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens have been generated."""
+        return self._request.num_generated_tokens
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """`"stop"` at a stop token, `"length"` at the limit, `"aborted"`, or None while it goes on."""
         return self._request.finish_reason
@@ -101,9 +106,9 @@ class Generation:
 class Engine:
     """Generates with one model for many requests at once, reusing what earlier requests left in the cache.
 
-    `config` must be one of `cache_config(model, ...)`; its `max_sequences` is how many requests run at once. A step computes
-    at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise left as it is,
-    so it can be used directly between steps. One thread at a time may call an engine.
+    `config` must be one of `cache_config(model, ...)`; its `max_sequences` is how many requests run at once. A step
+    computes at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise
+    left as it is, so it can be used directly between steps. One thread at a time may call an engine.
 
     Raises `ConfigError` for a model with other than plain full attention, and for limits that contradict each other.
     """
@@ -153,7 +158,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one forward pass and return the tokens that it yielded; none when there is no work.
 
-        Raises `OutOfBlocks` when blocks that no request holds, such as pinned ones, keep the oldest request from going on.
+        Raises `OutOfBlocks` when blocks that no request holds, such as pinned ones, keep the oldest request from going
+        on.
         """
         chunks = self.scheduler.plan()
         if not chunks:
@@ -202,20 +208,21 @@ class Engine:
             generation._finished_s = self._clock()
 
     def _follow(self, generation: Generation) -> Iterator[TokenEvent]:
-        index = 0
+        index, request = 0, generation._request
         try:
-            while True:
-                for token in generation.token_ids[index:]:
-                    is_last = generation.is_finished and index == generation.stats.num_generated_tokens - 1
-                    yield TokenEvent(generation, index, token, generation.finish_reason if is_last else None)
-                    index += 1
-                if generation.is_finished:
-                    return
-                self.step()
+            # Other streams step the engine, too, so tokens and the end may come while this one waits at its yield.
+            while index < generation.num_tokens or not generation.is_finished:
+                if index == generation.num_tokens:
+                    self.step()
+                    continue
+                is_last = generation.is_finished and index + 1 == generation.num_tokens
+                token = request.tokens[request.num_prompt_tokens + index]
+                yield TokenEvent(generation, index, token, request.finish_reason if is_last else None)
+                index += 1
         finally:
             self.abort(generation)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
         """Compute all chunks in one packed pass; returns logits `[chunks that are last, vocab_size]`."""
         sequences = [chunk.sequence for chunk in chunks]
         num_tokens = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
@@ -264,7 +271,8 @@ def _check_geometry(model: PreTrainedModel, config: CacheConfig) -> None:
         problems.append(f"layers are not those of {type(model).__name__}; use cache_config(model, ...)")
     if config.max_sequence_length > own.max_sequence_length:
         problems.append(
-            f"max_sequence_length is {config.max_sequence_length}, but the model has {own.max_sequence_length} positions"
+            f"max_sequence_length is {config.max_sequence_length}, "
+            f"but the model has {own.max_sequence_length} positions"
         )
     if problems:
         raise ConfigError(problems)

