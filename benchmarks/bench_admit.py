@@ -23,10 +23,10 @@ NUM_BLOCKS = 4 * LONGEST // BLOCK_SIZE
 
 def measure(options: Options) -> list[Row]:
     """Flatness in prompt length, then W2 and the short request against per-block objects."""
-    lengths, repeats, times, small = (LENGTHS[:2], 3, 2, 512) if options.quick else (LENGTHS, 100, 4, 8_192)
+    lengths, repeats, times, small = (LENGTHS[:2], 3, 2, 512) if options.quick else (LENGTHS, 40, 16, 8_192)
     flat = interleave({**by_length(lengths, times), "crowded": into_a_crowd(lengths[-1])}, repeats=repeats)
     w2 = interleave(beside_objects(SharedPrefixes(16, 2_048, 2_048), 8_192, times), repeats=repeats)
-    short = interleave(beside_objects(SharedPrefixes(50, 48, 52), small, 5 * times), repeats=repeats)
+    short = interleave(beside_objects(SharedPrefixes(50, 48, 52), small, 4 * times), repeats=repeats)
     return [*flat_rows(flat, lengths), w2_row(w2), short_row(short)]
 
 

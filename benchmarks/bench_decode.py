@@ -18,16 +18,16 @@ from subjects import BLOCK_SIZE, kvist_manager, serve, serve_objects, step, step
 from workloads import DecodeBatch, SharedPrefixes, Tokens
 
 NUM_SEQUENCES = 1_024
-STEPS_PER_ARRIVAL = 16
-WARMUP_STEPS = 4
+STEPS_PER_REPETITION = BLOCK_SIZE
+UNITS_PER_REPETITION = STEPS_PER_REPETITION * NUM_SEQUENCES
 
 Step = Callable[[Tokens], None]
 Arrive = Callable[[list[Tokens]], int]
 
 
 def measure(options: Options) -> list[Row]:
-    """W3: mean over steps of append and commit by rows; then the same with a request coming by every 16 steps."""
-    num_steps, rounds = (40, 1) if options.quick else (256, 5)
+    """W3: mean over 16 steps of append and commit by rows; then the same with a request coming by every 16 steps."""
+    num_steps, rounds = (32, 1) if options.quick else (256, 5)
     plain = [one_round(num_steps, seed, without_arrivals) for seed in range(rounds)]
     mixed = [one_round(num_steps, seed, with_arrivals) for seed in range(rounds)]
     kvist, objects = (ns_per_sequence(plain, name) for name in ("kvist", "objects"))
@@ -51,13 +51,13 @@ def measure(options: Options) -> list[Row]:
 
 
 def one_round(num_steps: int, seed: int, prepared: Callable[[Step, Arrive, Tokens], Prepare]) -> dict[str, Timing]:
-    """Admit all sequences to new managers, then time every step."""
-    work = DecodeBatch.make(NUM_SEQUENCES, num_steps + WARMUP_STEPS, seed)
+    """Admit all sequences to new managers, then time 16 steps at once: in these each row crosses one boundary."""
+    work = DecodeBatch.make(NUM_SEQUENCES, num_steps + STEPS_PER_REPETITION, seed)
     contestants = {
         "kvist": prepared(*kvist_steps(work), work.steps),
         "objects": prepared(*object_steps(work), work.steps),
     }
-    return interleave(contestants, repeats=num_steps, warmup=WARMUP_STEPS)
+    return interleave(contestants, repeats=num_steps // STEPS_PER_REPETITION, warmup=1)
 
 
 def kvist_steps(work: DecodeBatch) -> tuple[Step, Arrive]:
@@ -85,29 +85,41 @@ def num_blocks(work: DecodeBatch) -> int:
 
 
 def without_arrivals(take_step: Step, _: Arrive, steps: Tokens) -> Prepare:
-    """Each repetition is one step."""
-    return lambda repetition: Work(partial(take_step, steps[repetition]), NUM_SEQUENCES)
+    """Each repetition is 16 steps."""
+    return lambda repetition: Work(partial(take_steps, take_step, steps_of(steps, repetition)), UNITS_PER_REPETITION)
 
 
 def with_arrivals(take_step: Step, arrive: Arrive, steps: Tokens) -> Prepare:
-    """Each repetition is one step; every 16th begins with a short request that is admitted, computed and freed."""
+    """Each repetition is a short request that is admitted, computed and freed, and 16 steps."""
     prompts = SharedPrefixes(4, 48, 52, seed=3)
 
     def prepare(repetition: int) -> Work:
-        arrivals = prompts.batch(1) if repetition % STEPS_PER_ARRIVAL == 0 else []
+        arrivals = prompts.batch(1)
 
         def call() -> None:
             arrive(arrivals)
-            take_step(steps[repetition])
+            take_steps(take_step, steps_of(steps, repetition))
 
-        return Work(call, NUM_SEQUENCES)
+        return Work(call, UNITS_PER_REPETITION)
 
     return prepare
 
 
+def take_steps(take_step: Step, steps: Tokens) -> None:
+    """Take one step after the other."""
+    for tokens in steps:
+        take_step(tokens)
+
+
+def steps_of(steps: Tokens, repetition: int) -> Tokens:
+    """The tokens of one repetition, `[16, num_sequences]`."""
+    return steps[repetition * STEPS_PER_REPETITION :][:STEPS_PER_REPETITION]
+
+
 def ns_per_sequence(rounds: list[dict[str, Timing]], name: str) -> float:
-    """Median over rounds of the mean over steps."""
-    return statistics.median(timings[name].mean_us for timings in rounds) * 1e3
+    """Median over repetitions of the mean over their steps."""
+    samples = [sample for timings in rounds for sample in timings[name].samples_ns]
+    return statistics.median(samples)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,6 @@ class Timing:
     def best_us(self) -> float:
         return min(self.samples_ns) / 1e3
 
-    @property
-    def mean_us(self) -> float:
-        return statistics.fmean(self.samples_ns) / 1e3
-
 
 def interleave(contestants: Mapping[str, Prepare], *, repeats: int, warmup: int = 2) -> dict[str, Timing]:
     """Time all contestants in every repetition, each in turn the first, so that noise falls on all alike."""

@@ -1,4 +1,4 @@
-"""Run CacheMachine for long: random calls on caches that are too small, every step checked against an oracle and a model.
+"""Run CacheMachine for long: random calls on caches that are too small, each checked by an oracle and a model.
 
     python scripts/soak_machine.py --examples 2000 --steps 100 --seed 1
 
@@ -27,8 +27,10 @@ def soak(machine: type[CacheMachine], examples: int, steps: int, seed: int, *, s
     """Run that many examples of that many steps; raises the first failure."""
     phases = [Phase.generate, Phase.shrink, Phase.explain] if shrink else [Phase.generate]
     options: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
-    chosen = settings(max_examples=examples, stateful_step_count=steps, phases=phases, report_multiple_bugs=False, **options)
-    machine._hypothesis_internal_use_seed = seed  # type: ignore[attr-defined]  # what @seed sets, for a class
+    chosen = settings(
+        max_examples=examples, stateful_step_count=steps, phases=phases, report_multiple_bugs=False, **options
+    )
+    machine._hypothesis_internal_use_seed = seed  # what @seed sets, for a class
     run_state_machine_as_test(machine, settings=chosen)
 
 
@@ -40,7 +42,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, printed")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="default: all, and two that are no library's")
     parser.add_argument("--block-size", type=int, help="default: 1, 2, 4 and 16")
-    parser.add_argument("--no-shrink", action="store_true", help="stop at the first failure, however long its example is")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="stop at the first failure, however long its example is"
+    )
     return parser.parse_args(arguments)
 
 
@@ -48,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run rounds until done or something is wrong; half of them with tails so short that they overflow."""
     options = parsed(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
-    given = {"policies": options.policy and [options.policy], "block_sizes": options.block_size and [options.block_size]}
-    configs = cache_configs(**{name: value for name, value in given.items() if value})
+    given: dict[str, Any] = {"policies": options.policy, "block_sizes": options.block_size}
+    configs = cache_configs(**{name: [value] for name, value in given.items() if value is not None})
     usual, began = kvist.core.sequences.MIN_TAIL_TOKENS, time.perf_counter()
     print(f"seed {seed}: {options.examples} examples of {options.steps} steps", flush=True)
     for number, done in enumerate(range(0, options.examples, EXAMPLES_PER_ROUND)):

@@ -61,7 +61,7 @@ class AttentionSpec:
         found = [f"{name}: {field} is {n!r}, must be a positive int" for field, n in sizes.items() if not _positive(n)]
         if self.sliding_window is not None or self.sink_tokens or self.cross:
             found.append(f"{name}: sliding windows, sink tokens and cross attention cannot be cached by this version")
-        if self.dtype not in list(DTYPE_BYTES):
+        if type(self.dtype) is not str or self.dtype not in DTYPE_BYTES:
             found.append(f"{name}: dtype is {self.dtype!r}, must be one of {', '.join(DTYPE_BYTES)}")
         return found
 
@@ -117,6 +117,11 @@ class CacheConfig:
         ]
         if self.policy not in POLICY_NAMES if isinstance(self.policy, str) else not callable(self.policy):
             problems.append(f"policy is {self.policy!r}, must be one of {', '.join(POLICY_NAMES)} or a callable")
+        problems += [
+            f"{name} is {value!r}, must be True or False"
+            for name in ("reuse", "partial_reuse")
+            if type(value := getattr(self, name)) is not bool
+        ]
         problems += self._size_problems(sizes_known=not problems)
         if problems:
             raise ConfigError(problems)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import update_wrapper
 from time import monotonic
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from numpy.typing import ArrayLike
 
@@ -19,29 +18,12 @@ from kvist.memory.tables import BatchTables, build_tables
 
 __all__ = ["KVCacheManager", "Memory"]
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
 
 class Memory(Protocol):
     """Holds the bytes of the blocks and performs moves on them."""
 
     def perform(self, moves: list[Move]) -> None:
         """Perform copies in the order given, before anything that is written or read after this call."""
-
-
-def performs_moves(
-    call: Callable[Concatenate[KVCacheManager, Parameters], Result],
-) -> Callable[Concatenate[KVCacheManager, Parameters], Result]:
-    """Let a call that orders copies have them made by the memory, if there is one, before it returns."""
-
-    def wrapped(self: KVCacheManager, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        result = call(self, *args, **kwargs)
-        if self._moves and self.memory is not None:
-            self.memory.perform(super(KVCacheManager, self).take_moves())
-        return result
-
-    return update_wrapper(wrapped, call)
 
 
 class KVCacheManager(CacheCore):
@@ -66,11 +48,9 @@ class KVCacheManager(CacheCore):
         super().__init__(config, clock)
         self.memory = memory
 
-    add_sequence = performs_moves(CacheCore.add_sequence)
-    commit = performs_moves(CacheCore.commit)
-    rewind = performs_moves(CacheCore.rewind)
-    fork = performs_moves(CacheCore.fork)
-    reorder = performs_moves(CacheCore.reorder)
+    def _perform_moves(self) -> None:
+        if self._state.moves and self.memory is not None:
+            self.memory.perform(self.take_moves())
 
     def tables(
         self,
@@ -89,14 +69,14 @@ class KVCacheManager(CacheCore):
         and padding is 0 it is a read-only view that shows later changes, else a fresh array. `out` takes buffers
         (`BatchTables.buffers`) and returns their leading parts.
         """
-        batch = self.rows.batch(sequences, "tables").rows
+        batch = self._state.rows.batch(sequences, "tables").rows
         query = None if num_query_tokens is None else as_counts(num_query_tokens, len(batch), "num_query_tokens")
         if not isinstance(out, BatchTables | None):
             raise ArgumentTypeError(f"tables: out is a {type(out).__name__}, must be BatchTables.buffers(...)")
         if type(padding) is not int or not -(2**31) <= padding < 2**31:
             raise ArgumentError(f"tables: padding is {padding!r}, must be an int32")
         if max_blocks is not None:
-            needed = int(self.rows.num_blocks[batch].max(initial=0))
+            needed = int(self._state.rows.num_blocks[batch].max(initial=0))
             if as_count(max_blocks, "max_blocks") < needed:
                 raise ArgumentError(f"tables: max_blocks is {max_blocks}, a sequence has {needed} blocks")
-        return build_tables(self.rows, batch, query, padding=padding, max_blocks=max_blocks, out=out)
+        return build_tables(self._state.rows, batch, query, padding=padding, max_blocks=max_blocks, out=out)

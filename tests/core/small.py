@@ -1,5 +1,6 @@
 """Small managers, what is done with them again and again, and all of their books as one value to compare."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -37,17 +38,22 @@ def moves(manager):
     return [(move.source, move.destination, move.num_tokens) for move in manager.take_moves()]
 
 
+def label(value):
+    """A test's id for a value of any kind: the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:60]
+
+
 def books(manager):
     """Everything that a call which is refused must leave as it was."""
-    rows = manager.rows
+    rows = manager._state.rows
     return {
         "digest": manager.digest(),
         "stats": manager.stats(),
-        "tick": manager.tree.tick,
-        "moves": list(manager._moves),
-        "namespaces": list(manager.tree.roots),
-        "free": manager.pool.free_blocks().tolist(),
-        "candidates": sorted(extent.ticket for extent in manager.tree.queue.candidates()),
+        "tick": manager._state.tree.tick,
+        "moves": list(manager._state.moves),
+        "namespaces": list(manager._state.tree.roots),
+        "free": manager._state.pool.free_blocks().tolist(),
+        "candidates": sorted(extent.ticket for extent in manager._state.tree.queue.candidates()),
         "published": rows.num_published.tolist(),
         "versions": rows.version.tolist(),
         "limits": rows.limit.tolist(),

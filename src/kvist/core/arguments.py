@@ -37,12 +37,12 @@ def is_one_token_each(tokens: Any) -> bool:
 
 def as_count(n: Any, name: str) -> int:
     """Return a non-negative int, or say what is wrong with it."""
+    if isinstance(n, bool | np.bool_):
+        raise ArgumentTypeError(f"{name} is {n!r}, must be an int")
     try:
         value = index(n)
     except TypeError:
         raise ArgumentTypeError(f"{name} is {n!r}, must be an int") from None
-    if isinstance(n, bool):
-        raise ArgumentTypeError(f"{name} is {n!r}, must be an int")
     if value < 0:
         raise ArgumentError(f"{name} is {value}, must not be negative")
     return value

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvist.core.extents import Extent
-    from kvist.core.manager import CacheCore
+from kvist.core.extents import Extent
+from kvist.core.state import CacheState
 
 __all__ = ["state_digest"]
 
 
-def state_digest(core: CacheCore) -> str:
+def state_digest(state: CacheState) -> str:
     """Hash geometry, cached content with its blocks and use, sequences, pins and free blocks, all in a fixed order."""
-    state = hashlib.sha256(
+    sha = hashlib.sha256(
         repr(
-            (core.config.block_size, core.config.max_sequences, core.config.max_sequence_length, core.pool.num_blocks)
+            (
+                state.config.block_size,
+                state.config.max_sequences,
+                state.config.max_sequence_length,
+                state.pool.num_blocks,
+            )
         ).encode()
     )
-    for namespace in sorted(core.tree.roots, key=repr):
-        state.update(repr(namespace).encode())
-        for extent in core.tree.roots[namespace].subtree_in_order():
-            _add_extent(state, extent)
-    rows = core.rows
+    for namespace in sorted(state.tree.roots, key=repr):
+        sha.update(repr(namespace).encode())
+        for extent in state.tree.roots[namespace].subtree_in_order():
+            _add_extent(sha, extent)
+    rows = state.rows
     for sequence in rows.running():
         row, counts = sequence.row, (sequence.num_tokens, sequence.num_computed_tokens, sequence.num_cached_tokens)
-        state.update(repr((row, sequence.namespace, counts, sequence.publishes, sequence.leader is None)).encode())
-        state.update(sequence.tokens.astype("<i4").tobytes())
-        state.update(sequence.block_ids.astype("<i4").tobytes())
-    state.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in core.pins), key=repr)).encode())
-    state.update(core.pool.free_blocks().astype("<i4").tobytes())
-    return state.hexdigest()
+        sha.update(repr((row, sequence.namespace, counts, sequence.publishes, sequence.leader is None)).encode())
+        sha.update(sequence.tokens.astype("<i4").tobytes())
+        sha.update(sequence.block_ids.astype("<i4").tobytes())
+    sha.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in state.pins), key=repr)).encode())
+    sha.update(state.pool.free_blocks().astype("<i4").tobytes())
+    return sha.hexdigest()
 
 
-def _add_extent(state: hashlib._Hash, extent: Extent) -> None:
-    state.update(
+def _add_extent(sha: hashlib._Hash, extent: Extent) -> None:
+    sha.update(
         repr(
             (extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, *extent.keep)
         ).encode()
     )
-    state.update(extent.tokens)
-    state.update(extent.blocks.astype("<i4").tobytes())
+    sha.update(extent.tokens)
+    sha.update(extent.blocks.astype("<i4").tobytes())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvist.core.matching import PrefixMatch
 from kvist.core.sequences import Sequence
+from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from kvist.core.manager import CacheCore
 
 __all__ = ["Explanation", "Part", "of_prompt", "of_sequence"]
 
@@ -44,41 +41,41 @@ class Explanation:
         return "\n  ".join([self.subject, *map(str, self.parts), *([self.reason] if self.reason else [])])
 
 
-def of_sequence(core: CacheCore, sequence: Sequence) -> Explanation:
+def of_sequence(state: CacheState, sequence: Sequence) -> Explanation:
     """Describe a sequence's blocks: those in the tree by extent, then its own."""
-    rows, row = core.rows, sequence.row
+    rows, row = state.rows, sequence.row
     parts, start = [], 0
     for extent in (sequence if sequence.leader is None else sequence.leader)._extent.path():
-        state = "committed, for all to share" if extent.key is not None else "committed, for its holders only"
-        parts.append(Part(start, extent.num_tokens, extent.num_blocks, state, extent.references))
+        use = "committed, for all to share" if extent.key is not None else "committed, for its holders only"
+        parts.append(Part(start, extent.num_tokens, extent.num_blocks, use, extent.references))
         start += extent.num_tokens
     computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
     own = int(rows.num_blocks[row] - rows.num_published[row])
     if num_tokens > start or own:
-        state = f"its own, {max(computed - start, 0)} tokens computed"
-        parts.append(Part(start, num_tokens - start, own, state, 1))
+        use = f"its own, {max(computed - start, 0)} tokens computed"
+        parts.append(Part(start, num_tokens - start, own, use, 1))
     return Explanation(
         f"{sequence!r}, {sequence.num_cached_tokens} of its prompt's tokens came from the cache", tuple(parts)
     )
 
 
-def of_prompt(core: CacheCore, prompt: bytes, match: PrefixMatch) -> Explanation:
+def of_prompt(state: CacheState, prompt: bytes, match: PrefixMatch) -> Explanation:
     """Describe what of a prompt is cached, and say why not more."""
     subject = f"prompt of {match.num_prompt_tokens} tokens in namespace {match.namespace!r}: {match.num_tokens} cached"
-    return Explanation(subject, tuple(_cached_parts(core, prompt, match)), _why_not_more(core, prompt, match))
+    return Explanation(subject, tuple(_cached_parts(state, prompt, match)), _why_not_more(state, prompt, match))
 
 
-def _cached_parts(core: CacheCore, prompt: bytes, match: PrefixMatch) -> list[Part]:
-    root = core.tree.roots.get(match.namespace)
+def _cached_parts(state: CacheState, prompt: bytes, match: PrefixMatch) -> list[Part]:
+    root = state.tree.roots.get(match.namespace)
     if root is None:
         return []
-    found = core.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=core.tree.partial)
+    found = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial)
     parts, start = [], 0
     for extent in found.extent.path():
         parts.append(Part(start, extent.num_tokens, extent.num_blocks, _use(extent.references), extent.references))
         start += extent.num_tokens
     if found.child is not None:
-        size = found.child_blocks * core.block_size
+        size = found.child_blocks * state.block_size
         parts.append(Part(start, size, found.child_blocks, _use(found.child.references), found.child.references))
         start += size
     if found.num_partial_tokens:
@@ -90,19 +87,19 @@ def _use(references: int) -> str:
     return "in use" if references else "evictable"
 
 
-def _why_not_more(core: CacheCore, prompt: bytes, match: PrefixMatch) -> str:
+def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
     if match.num_missing_tokens == 1:
         return "only the last token is missing, which is always computed"
-    if waiting := [sequence for sequence in core.rows.running() if _has_more(sequence, prompt, match)]:
+    if waiting := [sequence for sequence in state.rows.running() if _has_more(sequence, prompt, match)]:
         best = max(waiting, key=lambda sequence: sequence.num_tokens)
         computed = best.num_computed_tokens
         return f"uncommitted: row {best.row} has more of it, but only {computed} of its tokens are computed"
-    for namespace, root in core.tree.roots.items():
+    for namespace, root in state.tree.roots.items():
         if namespace != match.namespace:
-            other = core.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
+            other = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
             if other.position // TOKEN_BYTES > match.num_tokens:
                 return f"other namespace: {namespace!r} has {other.position // TOKEN_BYTES} tokens of it"
-    if match.num_missing_tokens <= core.block_size:
+    if match.num_missing_tokens <= state.block_size:
         return "under a block: what is missing fills no block"
     return "cold: the rest has never been committed here, or has been evicted"
 

@@ -6,17 +6,15 @@ out of the free and evictable ones as it needs, less those of its cached prefix 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvist.core import admission
 from kvist.core.arguments import as_count
 from kvist.core.extents import Extent, Namespace
 from kvist.core.sequences import Sequence
+from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_bytes
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
-
-if TYPE_CHECKING:
-    from kvist.core.manager import CacheCore
 
 __all__ = ["Forecast"]
 
@@ -28,10 +26,10 @@ class Forecast:
     unchanged.
     """
 
-    def __init__(self, core: CacheCore) -> None:
-        self._core = core
-        self.free_blocks = core.num_free_blocks
-        self.free_rows = core.rows.num_free
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self.free_blocks = state.num_free_blocks
+        self.free_rows = state.rows.num_free
         self._released: set[int] = set()
         self._ended_holds: dict[int, int] = {}
         self._claimed: dict[int, int] = {}
@@ -39,7 +37,7 @@ class Forecast:
 
     def release(self, sequence: Sequence) -> Self:
         """Suppose that a sequence is freed."""
-        core, rows = self._core, self._core.rows
+        state, rows = self._state, self._state.rows
         rows.check_running(sequence, "release")
         if sequence.row in self._released:
             raise SequenceError(f"release: {sequence!r} is released in this forecast already")
@@ -54,7 +52,7 @@ class Forecast:
                 break
             self.free_blocks += extent.num_blocks - self._claimed.get(id(extent), 0)
             extent = extent.parent
-        assert self.free_blocks <= core.num_blocks
+        assert self.free_blocks <= state.pool.num_blocks
         return self
 
     def add(self, prompt: int | Tokens, *, namespace: Namespace = (), reuse: bool = True, num_beams: int = 1) -> Self:
@@ -68,12 +66,12 @@ class Forecast:
 
     def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
         """Suppose that a running sequence gets more tokens."""
-        self._core.rows.check_running(sequence, "append")
+        self._state.rows.check_running(sequence, "append")
         if sequence.row in self._released:
             raise SequenceError(f"append: {sequence!r} is released in this forecast")
         added = self._added_tokens.get(sequence.row, 0)
         n = as_count(num_tokens, "num_tokens")
-        if sequence.num_tokens + added + n > self._core.rows.max_tokens:
+        if sequence.num_tokens + added + n > self._state.rows.max_tokens:
             raise NeverFits(f"append: {sequence!r} with {added + n} more tokens exceeds max_sequence_length")
         needed = self._added_blocks(sequence, n) - self._added_blocks(sequence, 0)
         self._require(needed)
@@ -95,22 +93,22 @@ class Forecast:
         """Return the blocks that an admission would take, and the extents it would hold with how many of their
         blocks.
         """
-        core = self._core
+        state = self._state
         if isinstance(prompt, int):
             num_tokens, path = as_count(prompt, "prompt"), []
-            admission.check_prompt(core, num_tokens, namespace, num_beams, free_rows=self.free_rows)
+            admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=self.free_rows)
         else:
             tokens = as_token_bytes(prompt)
             num_tokens = len(tokens) // TOKEN_BYTES
-            admission.check_prompt(core, num_tokens, namespace, num_beams, free_rows=self.free_rows)
+            admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=self.free_rows)
             path = self._path(tokens, namespace) if reuse else []
-        total = -(-num_tokens // core.block_size) + (num_beams - 1 if num_tokens % core.block_size else 0)
+        total = -(-num_tokens // state.block_size) + (num_beams - 1 if num_tokens % state.block_size else 0)
         needed = total - sum(self._num_held(extent, num_blocks) for extent, num_blocks in path)
         self._require(needed)
         return needed, path
 
     def _path(self, tokens: bytes, namespace: Namespace) -> list[tuple[Extent, int]]:
-        match = admission.match_prompt(self._core, tokens, namespace)
+        match = admission.match_prompt(self._state, tokens, namespace)
         if match is None:
             return []
         path = [(extent, extent.num_blocks) for extent in match.extent.path()]
@@ -125,11 +123,11 @@ class Forecast:
     def _added_blocks(self, sequence: Sequence, num_more: int) -> int:
         """Count the blocks that the tokens appended in this forecast, and some more, take beyond the real ones."""
         num_tokens = sequence.num_tokens + self._added_tokens.get(sequence.row, 0) + num_more
-        return max(-(-num_tokens // self._core.block_size) - sequence.num_blocks, 0)
+        return max(-(-num_tokens // self._state.block_size) - sequence.num_blocks, 0)
 
     def _require(self, needed: int) -> None:
         if needed > self.free_blocks:
-            held = self._core.num_blocks - self.free_blocks
+            held = self._state.pool.num_blocks - self.free_blocks
             raise OutOfBlocks(
                 f"{needed} blocks needed, but only {self.free_blocks} would be free or evictable ({held} held)",
                 needed=needed,

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.extents import Extent
 from kvist.core.sequences import FREE, RUNNING, WAITING, Sequence
+from kvist.core.state import CacheState
 from kvist.errors import InvariantError
-
-if TYPE_CHECKING:
-    from kvist.core.manager import CacheCore
 
 __all__ = ["check"]
 
 MAX_PROBLEMS = 20
 
 
-def check(core: CacheCore) -> None:
+def check(state: CacheState) -> None:
     """Raise InvariantError with what is wrong and who holds it; changes nothing, costs time in proportion to the
     pool.
     """
-    extents = _all_extents(core)
+    extents = _all_extents(state)
     problems = [
-        *_block_problems(core, extents),
-        *_reference_problems(core, extents),
-        *(problem for extent in extents for problem in _extent_problems(core, extent)),
-        *_queue_problems(core, extents),
-        *(problem for sequence in core.rows.running() for problem in _row_problems(core, sequence)),
-        *_free_row_problems(core),
+        *_block_problems(state, extents),
+        *_reference_problems(state, extents),
+        *(problem for extent in extents for problem in _extent_problems(state, extent)),
+        *_queue_problems(state, extents),
+        *(problem for sequence in state.rows.running() for problem in _row_problems(state, sequence)),
+        *_free_row_problems(state),
     ]
     if problems:
         more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
@@ -47,10 +44,10 @@ def describe(extent: Extent) -> str:
     return f"{kind} of blocks {start} .. {end} of a prefix, ids {ids}, {extent.references} references"
 
 
-def _all_extents(core: CacheCore) -> list[Extent]:
+def _all_extents(state: CacheState) -> list[Extent]:
     """List every extent, roots included: the listed ones, and those that only holders reach."""
-    found = {id(extent): extent for root in core.tree.roots.values() for extent in root.subtree()}
-    for holder in [*(sequence._extent for sequence in core.rows.running()), *core.pins.values()]:
+    found = {id(extent): extent for root in state.tree.roots.values() for extent in root.subtree()}
+    for holder in [*(sequence._extent for sequence in state.rows.running()), *state.pins.values()]:
         extent: Extent | None = holder
         while extent is not None and id(extent) not in found:
             found[id(extent)] = extent
@@ -58,21 +55,21 @@ def _all_extents(core: CacheCore) -> list[Extent]:
     return list(found.values())
 
 
-def _block_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
-    rows = core.rows
-    holdings: list[tuple[object, NDArray[np.int32]]] = [("the free list", core.pool.free_blocks())]
+def _block_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
+    rows = state.rows
+    holdings: list[tuple[object, NDArray[np.int32]]] = [("the free list", state.pool.free_blocks())]
     holdings += [(extent, extent.blocks[0]) for extent in extents]
     for sequence in rows.running():
         row = sequence.row
         holdings.append((sequence, rows.block_table[0, row, rows.num_published[row] : rows.num_blocks[row]]))
     blocks = np.concatenate([held for _, held in holdings])
-    inside = (blocks >= 0) & (blocks < core.pool.num_blocks)
-    counts = np.bincount(blocks[inside], minlength=core.pool.num_blocks)
+    inside = (blocks >= 0) & (blocks < state.pool.num_blocks)
+    counts = np.bincount(blocks[inside], minlength=state.pool.num_blocks)
     for block in np.flatnonzero(counts != 1).tolist():
         owners = [_name(owner) for owner, held in holdings for _ in range(int((held == block).sum()))]
         yield f"block {block} has {counts[block]} owners: {', '.join(owners) or 'it is lost'}"
     for owner, held in [] if inside.all() else holdings:
-        if missing := [block for block in held.tolist() if not 0 <= block < core.pool.num_blocks]:
+        if missing := [block for block in held.tolist() if not 0 <= block < state.pool.num_blocks]:
             yield f"blocks {missing} do not exist, held by {_name(owner)}"
 
 
@@ -82,21 +79,21 @@ def _name(owner: object) -> str:
     return owner if isinstance(owner, str) else repr(owner)
 
 
-def _reference_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
-    expected: Counter[int] = Counter(id(sequence._extent) for sequence in core.rows.running())
-    expected.update(id(extent) for extent in core.pins.values())
+def _reference_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
+    expected: Counter[int] = Counter(id(sequence._extent) for sequence in state.rows.running())
+    expected.update(id(extent) for extent in state.pins.values())
     expected.update(id(extent.parent) for extent in extents if extent.references and extent.parent is not None)
     for extent in extents:
         if extent.references != expected[id(extent)]:
-            holders = [repr(sequence) for sequence in core.rows.running() if sequence._extent is extent]
+            holders = [repr(sequence) for sequence in state.rows.running() if sequence._extent is extent]
             yield f"{describe(extent)}: {expected[id(extent)]} holders found: {', '.join(holders) or 'no sequence'}"
     evictable = sum(extent.num_blocks for extent in extents if not extent.references)
-    if evictable != core.tree.num_evictable:
-        yield f"{core.tree.num_evictable} blocks are counted as evictable, {evictable} are"
+    if evictable != state.tree.num_evictable:
+        yield f"{state.tree.num_evictable} blocks are counted as evictable, {evictable} are"
 
 
-def _extent_problems(core: CacheCore, extent: Extent) -> Iterator[str]:
-    block_bytes = core.tree.block_bytes
+def _extent_problems(state: CacheState, extent: Extent) -> Iterator[str]:
+    block_bytes = state.tree.block_bytes
     children = extent.children or {}
     if extent.order is not None and list(extent.order) != sorted(children):
         yield f"{describe(extent)}: its sorted keys are not its children's"
@@ -115,18 +112,18 @@ def _extent_problems(core: CacheCore, extent: Extent) -> Iterator[str]:
         yield f"{describe(extent)}: is unlisted, and nobody holds it"
 
 
-def _queue_problems(core: CacheCore, extents: list[Extent]) -> Iterator[str]:
-    queued = Counter(map(id, core.tree.queue.candidates()))
-    if core.tree.queue.num_candidates != queued.total():
-        yield f"{core.tree.queue.num_candidates} eviction candidates are counted, {queued.total()} are queued"
+def _queue_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
+    queued = Counter(map(id, state.tree.queue.candidates()))
+    if state.tree.queue.num_candidates != queued.total():
+        yield f"{state.tree.queue.num_candidates} eviction candidates are counted, {queued.total()} are queued"
     for extent in extents:
         expected = int(extent.parent is not None and not extent.references and not extent.children)
         if queued[id(extent)] != expected:
             yield f"{describe(extent)}: is {queued[id(extent)]} times in the eviction queue, not {expected}"
 
 
-def _row_problems(core: CacheCore, sequence: Sequence) -> Iterator[str]:
-    rows, row = core.rows, sequence.row
+def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
+    rows, row = state.rows, sequence.row
     if rows.sequences[row] is not sequence or rows.state[row] != (RUNNING if sequence.leader is None else WAITING):
         yield f"{sequence!r}: its row has another state"
     num_published, num_blocks = int(rows.num_published[row]), int(rows.num_blocks[row])
@@ -150,8 +147,8 @@ def _row_problems(core: CacheCore, sequence: Sequence) -> Iterator[str]:
         yield f"{sequence!r}: its first {num_published} blocks are not those that it shares"
 
 
-def _free_row_problems(core: CacheCore) -> Iterator[str]:
-    rows = core.rows
+def _free_row_problems(state: CacheState) -> Iterator[str]:
+    rows = state.rows
     live = {sequence.row for sequence in rows.running()}
     for row in np.flatnonzero((rows.state == FREE) == np.isin(np.arange(len(rows.state)), list(live))).tolist():
         yield f"row {row} is free, and has a sequence"

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 from kvist.core.extents import Namespace
-from kvist.core.tokens import TOKEN_BYTES
 
 __all__ = ["Pin", "PrefixMatch"]
 
@@ -17,19 +16,21 @@ __all__ = ["Pin", "PrefixMatch"]
 class PrefixMatch:
     """How much of a prompt could be reused when it was looked up: a fact of that moment, it holds nothing.
 
-    `num_partial_tokens` of `num_tokens` lie in a block that agrees in part, the rest in whole blocks, whose packed ids
-    are `tokens`.
+    `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part. `runs` are the
+    packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in bytes is not
+    copied for them.
     """
 
-    tokens: bytes = field(repr=False)
     namespace: Namespace
     num_prompt_tokens: int
-    num_partial_tokens: int
+    num_block_tokens: int = 0
+    num_partial_tokens: int = 0
+    runs: tuple[tuple[bytes, int], ...] = field(default=(), repr=False)
 
     @property
-    def num_block_tokens(self) -> int:
-        """Tokens found in whole blocks."""
-        return len(self.tokens) // TOKEN_BYTES
+    def tokens(self) -> bytes:
+        """The packed ids of what was found in whole blocks."""
+        return b"".join(run[:size] for run, size in self.runs)
 
     @property
     def num_tokens(self) -> int:

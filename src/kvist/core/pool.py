@@ -9,7 +9,8 @@ __all__ = ["BlockPool"]
 class BlockPool:
     """Hands out and takes back block ids 0 .. num_blocks-1.
 
-    Blocks given back together are handed out together and in the same order, so that neighbours stay neighbours.
+    The free ids are the last `num_free` of an array: a stack that grows downwards. Blocks given back together are
+    handed out together and in the same order, so that neighbours stay neighbours.
 
     >>> pool = BlockPool(5)
     >>> pool.take(3).tolist()
@@ -22,7 +23,7 @@ class BlockPool:
     __slots__ = ("_free", "num_blocks", "num_free")
 
     def __init__(self, num_blocks: int) -> None:
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free = np.arange(num_blocks, dtype=np.int32)
         self.num_blocks = self.num_free = num_blocks
 
     def take(self, n: int) -> NDArray[np.int32]:
@@ -30,7 +31,8 @@ class BlockPool:
         left = self.num_free - n
         if not 0 <= left <= self.num_free:
             raise AssertionError(f"{n} blocks asked of a pool with {self.num_free} free: the caller must check first")
-        taken = self._free[left : self.num_free][::-1]
+        end = self.num_blocks - left
+        taken = self._free[self.num_blocks - self.num_free : end]
         self.num_free = left
         return taken
 
@@ -41,9 +43,9 @@ class BlockPool:
             raise AssertionError(
                 f"{len(blocks)} blocks given to a pool that lacks {self.num_blocks - self.num_free}: given twice"
             )
-        self._free[self.num_free : end] = blocks[::-1]
+        self._free[self.num_blocks - end : self.num_blocks - self.num_free] = blocks
         self.num_free = end
 
     def free_blocks(self) -> NDArray[np.int32]:
         """Copy the ids that are free, in no order that means anything."""
-        return self._free[: self.num_free].copy()
+        return self._free[self.num_blocks - self.num_free :].copy()

@@ -23,6 +23,8 @@ Sequences = Iterable["Sequence"] | NDArray[np.integer[Any]]
 
 NEVER = np.iinfo(np.int64).max
 MIN_TAIL_TOKENS = 512
+CACHE_LINE_TOKENS = 16
+"""Added to the width of a tail: were it a power of two, rows that grow in step would all fall into one cache set."""
 FREE, RUNNING, WAITING = 0, 1, 2
 row_of = attrgetter("row")
 
@@ -179,15 +181,23 @@ class SequenceRows:
             (6, max_sequences), np.int64
         )
         self.publish_due = np.full(max_sequences, NEVER)
+        self.tail_origin = np.zeros(max_sequences, np.int64)
+        # The same memory, for what concerns one row: indexing a memoryview costs half of what indexing an array does.
+        self.tokens_of, self.computed_of, self.blocks_of = (
+            self.num_tokens.data,
+            self.num_computed.data,
+            self.num_blocks.data,
+        )
+        self.published_of, self.due_of = self.num_published.data, self.publish_due.data
+        self.limit_of, self.origin_of = self.limit.data, self.tail_origin.data
         self.state = np.zeros(max_sequences, np.uint8)
         self.block_table = np.zeros((num_groups, max_sequences, -(-max_tokens // block_size)), np.int32)
-        self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS)
+        self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS) + CACHE_LINE_TOKENS
         self.tail = np.zeros(max_sequences * self.tail_tokens, np.int32)
-        self.tail_origin = np.zeros(max_sequences, np.int64)
         self.sequences: list[Sequence | None] = [None] * max_sequences
         self.num_waiting = 0
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._last_batch: tuple[bytes, Batch] | None = None
+        self._last_batch: tuple[tuple[np.dtype[Any], bytes], Batch] | None = None
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -199,6 +209,12 @@ class SequenceRows:
     def running(self) -> list[Sequence]:
         """List the live sequences, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
+
+    def sequence_at(self, row: int) -> Sequence:
+        """Return the sequence of a row that has one."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} has no sequence"
+        return sequence
 
     def open(self, namespace: Namespace, extent: Extent, *, publishes: bool) -> Sequence:
         """Give a new sequence a row; there must be one."""
@@ -212,18 +228,30 @@ class SequenceRows:
     def close(self, sequence: Sequence) -> None:
         """Take the row back; its blocks must have been given back."""
         row = sequence.row
-        self.block_table[:, row, : self.num_blocks[row]] = 0
-        self.num_waiting -= int(self.state[row] == WAITING)
-        self.num_tokens[row] = self.num_computed[row] = self.num_blocks[row] = self.num_published[row] = self.limit[
-            row
-        ] = 0
-        self.publish_due[row] = NEVER
+        self.block_table[0, row, : self.blocks_of[row]] = 0
+        self.num_waiting -= sequence.leader is not None
+        self.tokens_of[row] = self.computed_of[row] = self.blocks_of[row] = self.published_of[row] = 0
+        self.limit_of[row] = 0
+        self.due_of[row] = NEVER
         self.state[row] = FREE
         self.sequences[row] = None
         self._free_rows.append(row)
         self._last_batch = None
         sequence.row = -1
         sequence._earlier = b""
+
+    def begin(self, sequence: Sequence, num_reused: int, num_blocks: int, tokens: bytes) -> None:
+        """Let a new row begin: `num_blocks` blocks are in its table, the tree's first, then packed tokens of its
+        own.
+        """
+        row, start = sequence.row, num_reused * self.block_size
+        end = start + len(tokens) // TOKEN_BYTES
+        sequence._earlier, sequence._earlier_start = tokens, start
+        self.tokens_of[row], self.computed_of[row] = end, start
+        self.blocks_of[row], self.published_of[row] = num_blocks, num_reused
+        self.due_of[row] = start + self.block_size if sequence.publishes else NEVER
+        self.origin_of[row] = row * self.tail_tokens - end
+        self.limit_of[row] = min(num_blocks * self.block_size, self.max_tokens, end + self.tail_tokens)
 
     def set_state(self, sequence: Sequence, state: int) -> None:
         """Let a beam wait for its leader, or run."""
@@ -256,11 +284,10 @@ class SequenceRows:
             raise ArgumentTypeError(
                 f"{call}: rows must be a 1-D int array, not {sequences.dtype} of shape {sequences.shape}"
             )
-        rows = sequences.astype(np.int64)
-        content = rows.tobytes()
+        content = (sequences.dtype, sequences.tobytes())
         if self._last_batch is not None and self._last_batch[0] == content:
             return self._last_batch[1]
-        batch = self._checked(rows, call)
+        batch = self._checked(sequences.astype(np.int64), call)
         self._last_batch = (content, batch)
         return batch
 
@@ -334,11 +361,11 @@ class SequenceRows:
 
     def capacity(self, row: int) -> int:
         """Tokens that the row's blocks have room for."""
-        return min(self.num_blocks.item(row) * self.block_size, self.max_tokens)
+        return min(self.blocks_of[row] * self.block_size, self.max_tokens)
 
     def refresh_limit(self, row: int) -> None:
         """Derive `limit` of a row whose blocks or tail have changed."""
-        self.limit[row] = min(self.capacity(row), self.tail_start(row) + self.tail_tokens)
+        self.limit_of[row] = min(self.capacity(row), self.tail_start(row) + self.tail_tokens)
 
     def refresh_limits(self, rows: NDArray[np.int64]) -> None:
         """Derive `limit` of rows whose blocks or tail have changed."""
@@ -348,8 +375,8 @@ class SequenceRows:
     def set_published(self, sequence: Sequence, num_blocks: int) -> None:
         """Note that the tree owns the row's first `num_blocks` blocks; forget their tokens."""
         row, boundary = sequence.row, num_blocks * self.block_size
-        self.num_published[row] = num_blocks
-        self.publish_due[row] = boundary + self.block_size if sequence.publishes else NEVER
+        self.published_of[row] = num_blocks
+        self.due_of[row] = boundary + self.block_size if sequence.publishes else NEVER
         held = len(sequence._earlier) // TOKEN_BYTES
         done = boundary - sequence._earlier_start
         if done >= held:
@@ -363,34 +390,34 @@ class SequenceRows:
 
     def tail_start(self, row: int) -> int:
         """Return the position of the first token in the row's tail."""
-        return row * self.tail_tokens - self.tail_origin.item(row)
+        return row * self.tail_tokens - self.origin_of[row]
 
     def set_earlier(self, sequence: Sequence, start: int, tokens: bytes | bytearray) -> None:
         """Make `tokens` the row's unpublished ones, from position `start` to its end, and the tail empty."""
         row = sequence.row
         end = start + len(tokens) // TOKEN_BYTES
         sequence._earlier, sequence._earlier_start = tokens, start
-        self.num_tokens[row] = end
-        self.tail_origin[row] = row * self.tail_tokens - end
+        self.tokens_of[row] = end
+        self.origin_of[row] = row * self.tail_tokens - end
 
     def extend_earlier(self, sequence: Sequence, tokens: bytes) -> None:
         """Append tokens of any number, through the earlier ones."""
         self.empty_tail(sequence)
         row = sequence.row
         sequence._earlier += tokens
-        self.num_tokens[row] += len(tokens) // TOKEN_BYTES
-        self.tail_origin[row] = row * self.tail_tokens - self.num_tokens[row]
+        self.tokens_of[row] += len(tokens) // TOKEN_BYTES
+        self.origin_of[row] = row * self.tail_tokens - self.tokens_of[row]
 
     def empty_tail(self, sequence: Sequence) -> None:
         """Move the row's tail to the earlier tokens, without what has been published meanwhile."""
         row = sequence.row
-        start, end = self.tail_start(row), self.num_tokens.item(row)
+        start, end = self.tail_start(row), self.tokens_of[row]
         origin = row * self.tail_tokens
         earlier = sequence._earlier if isinstance(sequence._earlier, bytearray) else bytearray(sequence._earlier)
         skip = 0 if earlier else max(sequence._earlier_start - start, 0)
         earlier += self.tail[origin + skip : origin + end - start].tobytes()
         sequence._earlier = earlier
-        self.tail_origin[row] = origin - end
+        self.origin_of[row] = origin - end
 
     def token_bytes(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Return the packed unpublished tokens at positions start .. end-1."""
@@ -401,5 +428,5 @@ class SequenceRows:
         )
         if end <= tail_start:
             return bytes(earlier)
-        origin = self.tail_origin.item(row)
+        origin = self.origin_of[row]
         return bytes(earlier) + self.tail[origin + max(start, tail_start) : origin + end].tobytes()

@@ -14,7 +14,7 @@ class SortedKeys:
 
     >>> keys = SortedKeys([b"ab", b"ad"])
     >>> keys.add(b"ac")
-    >>> list(keys.neighbours(b"ac0"))
+    >>> keys.neighbours(b"ac0")
     [b'ac', b'ad']
     """
 
@@ -46,19 +46,16 @@ class SortedKeys:
             del self._runs[at]
             del self._firsts[max(at - 1, 0)]
 
-    def neighbours(self, key: bytes) -> Iterator[bytes]:
-        """Yield the greatest key below `key` and the least one not below it, where they exist.
+    def neighbours(self, key: bytes) -> list[bytes]:
+        """Return the greatest key below `key` and the least one not below it, where they exist.
 
         Of all keys, these two have the longest common prefix with `key`.
         """
         at = bisect_right(self._firsts, key)
         run = self._runs[at]
         index = bisect_left(run, key)
-        if index:
-            yield run[index - 1]
-        elif at:
-            yield self._runs[at - 1][-1]
-        if index < len(run):
-            yield run[index]
-        elif at + 1 < len(self._runs):
-            yield self._runs[at + 1][0]
+        if 0 < index < len(run):
+            return run[index - 1 : index + 1]
+        below = run[index - 1 : index] if index else self._runs[at - 1][-1:] if at else []
+        above = run[index : index + 1] or (self._runs[at + 1][:1] if at + 1 < len(self._runs) else [])
+        return below + above

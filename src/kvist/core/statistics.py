@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvist.core.manager import CacheCore
+from kvist.core.pool import BlockPool
+from kvist.core.tree import PrefixTree
 
 __all__ = ["Counters", "Stats"]
 
@@ -80,17 +79,17 @@ class Counters:
         self.num_missed_blocks += num_blocks - num_reused
         self.num_allocated_blocks += num_blocks - num_reused
 
-    def stats(self, core: CacheCore) -> Stats:
+    def stats(self, *, pool: BlockPool, tree: PrefixTree, num_sequences: int, num_pins: int) -> Stats:
         """Put counts and the numbers of now together."""
-        free, evictable = core.pool.num_free, core.tree.num_evictable
+        free, evictable = pool.num_free, tree.num_evictable
         return Stats(
-            num_blocks=core.pool.num_blocks,
+            num_blocks=pool.num_blocks,
             num_free_blocks=free + evictable,
             num_evictable_blocks=evictable,
-            num_held_blocks=core.pool.num_blocks - free - evictable,
-            num_sequences=len(core.rows.running()),
-            num_pins=len(core.pins),
-            num_extents=sum(1 for _ in core.tree.extents()),
-            num_evicted_blocks=core.tree.num_evicted,
+            num_held_blocks=pool.num_blocks - free - evictable,
+            num_sequences=num_sequences,
+            num_pins=num_pins,
+            num_extents=sum(1 for _ in tree.extents()),
+            num_evicted_blocks=tree.num_evicted,
             **{name: getattr(self, name) for name in self.__slots__},
         )

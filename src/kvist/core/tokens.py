@@ -4,7 +4,7 @@ import struct
 from array import array
 from collections.abc import Sequence as AbstractSequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ def as_token_bytes(tokens: Tokens, name: str = "tokens") -> bytes:
     Takes 1-D integer arrays of any dtype (an int32 array is the fastest), `array`s, buffers, and lists or tuples of
     ints. Raises ArgumentTypeError for anything else and ArgumentError for ids outside 0 .. 2**31-1.
     """
-    if isinstance(tokens, list | tuple | range):
+    if isinstance(tokens, (list, tuple, range)):
         return _pack(tokens, name)
     return as_token_array(tokens, name).tobytes()
 
@@ -48,7 +48,7 @@ def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
 
     Errors as in `as_token_bytes`.
     """
-    if isinstance(tokens, np.ndarray):
+    if type(tokens) is np.ndarray:
         ids = as_token_array(tokens, name)
         return ids.tobytes() if len(ids) < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")
     return as_token_bytes(tokens, name)
@@ -56,14 +56,14 @@ def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
 
 def as_token_array(tokens: Tokens, name: str = "tokens") -> TokenArray:
     """Return token ids as a 1-D int32 array (the same array where it is one); errors as in `as_token_bytes`."""
-    if isinstance(tokens, list | tuple | range):
-        return np.frombuffer(_pack(tokens, name), np.int32)
-    ids: NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _array_of(tokens, name)
-    if ids.dtype is type_of_int32 and ids.ndim == 1:
-        if ids.size and np.minimum.reduce(ids) < 0:
+    if type(tokens) is np.ndarray and tokens.dtype is type_of_int32 and tokens.ndim == 1:
+        ids = cast(TokenArray, tokens)
+        if ids.size and ids.item(ids.argmin()) < 0:
             _refuse_range(ids, name)
         return ids
-    return _narrow(ids, name)
+    if isinstance(tokens, (list, tuple, range)):
+        return np.frombuffer(_pack(tokens, name), np.int32)
+    return _narrow(tokens if isinstance(tokens, np.ndarray) else _array_of(tokens, name), name)
 
 
 def common_prefix(query: bytes | memoryview, position: int, tokens: bytes | bytearray, length: int) -> int:
@@ -92,8 +92,8 @@ def _pack(tokens: AbstractSequence[int], name: str) -> bytes:
     except (struct.error, TypeError):
         _refuse_elements(tokens, name)
         raise
-    if packed and np.minimum.reduce(np.frombuffer(packed, np.int32)) < 0:
-        _refuse_range(np.frombuffer(packed, np.int32), name)
+    if packed:
+        as_token_array(np.frombuffer(packed, np.int32), name)
     return packed
 
 

@@ -1,0 +1,125 @@
+"""How running sequences get tokens and blocks, and how it is noted what of them is computed: all rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvist.core import branches
+from kvist.core.arguments import as_counts
+from kvist.core.sequences import Batch, Sequence
+from kvist.core.state import CacheState
+from kvist.core.tokens import TOKEN_BYTES
+from kvist.errors import NeverFits, SequenceError
+
+__all__ = ["append_arrays", "append_one_each", "commit_one", "commit_rows", "grow"]
+
+
+def append_one_each(state: CacheState, batch: Batch, ids: NDArray[np.int32]) -> None:
+    """Add one token to each row; only rows that cross a block boundary, or whose tail is full, take more than that."""
+    rows, select = state.rows, batch.select
+    num_tokens = rows.num_tokens[select]
+    at_limit = (num_tokens >= rows.limit[select]).nonzero()[0]
+    if at_limit.size:
+        _grow_by_one(state, batch.rows[at_limit])
+    rows.tail[rows.tail_origin[select] + num_tokens] = ids
+    rows.num_tokens[select] = num_tokens + 1
+
+
+def append_arrays(state: CacheState, batch: Batch, packed: list[bytes]) -> None:
+    """Add packed tokens of any number to each row."""
+    rows = state.rows
+    grow(state, batch, np.fromiter(map(len, packed), np.int64, len(packed)) // TOKEN_BYTES, "append")
+    for row, added in zip(batch.rows.tolist(), packed, strict=True):
+        rows.extend_earlier(rows.sequence_at(row), added)
+    rows.refresh_limits(batch.rows)
+
+
+def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], call: str) -> None:
+    """Give each row the blocks that `num_added` more tokens need; all rows or none."""
+    rows = state.rows
+    if not len(batch.rows):
+        return
+    wanted = rows.num_tokens[batch.select] + num_added
+    _check_length(state, batch.rows, wanted, call)
+    have = rows.num_blocks[batch.select].copy()
+    extra = np.maximum((wanted + state.block_size - 1) // state.block_size - have, 0)
+    total = int(extra.sum())
+    if not total:
+        return
+    state.require_blocks(total)
+    state.evict_for(total)
+    at_rows = np.repeat(batch.rows, extra)
+    firsts = np.cumsum(extra) - extra
+    columns = np.repeat(have - firsts, extra) + np.arange(total)
+    rows.block_table[0, at_rows, columns] = state.pool.take(total)
+    rows.num_blocks[batch.select] = have + extra
+    rows.refresh_limits(batch.rows)
+    state.counters.num_allocated_blocks += total
+
+
+def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike | None) -> None:
+    """Note how many tokens of each row are computed; None for all."""
+    rows, select = state.rows, batch.select
+    if num_computed_tokens is None:
+        rows.num_computed[select] = rows.num_tokens[select]
+    else:
+        counts = as_counts(num_computed_tokens, len(batch.rows), "num_computed_tokens")
+        _check_commit(state, batch, counts)
+        rows.num_computed[select] = counts
+    state.note_rows_committed()
+    if rows.num_waiting:
+        for row in batch.rows.tolist():
+            branches.start_beams(state, rows.sequence_at(row))
+
+
+def commit_one(state: CacheState, sequence: Sequence) -> None:
+    """Commit all tokens of one sequence without array operations, which cost more than they save for a single row."""
+    rows = state.rows
+    rows.check_running(sequence, "commit")
+    row = sequence.row
+    rows.computed_of[row] = rows.tokens_of[row]
+    state.note_committed(row)
+    if rows.num_waiting:
+        branches.start_beams(state, sequence)
+
+
+def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
+    """Make room for one more token in rows that have none: a block, or an empty tail, which takes a call a row."""
+    rows = state.rows
+    num_tokens, num_blocks = rows.num_tokens[at_limit], rows.num_blocks[at_limit]
+    _check_length(state, at_limit, num_tokens + 1, "append")
+    in_need = num_tokens >= num_blocks * state.block_size
+    if in_need.all():
+        growing, have = at_limit, num_blocks
+    else:
+        growing, have = at_limit[in_need], num_blocks[in_need]
+    state.require_blocks(len(growing))
+    state.evict_for(len(growing))
+    rows.block_table[0, growing, have] = state.pool.take(len(growing))
+    rows.num_blocks[growing] = have + 1
+    state.counters.num_allocated_blocks += len(growing)
+    tails_full = rows.tail_origin[at_limit] + num_tokens >= (at_limit + 1) * rows.tail_tokens
+    if tails_full.any():
+        for row in at_limit[tails_full].tolist():
+            rows.empty_tail(rows.sequence_at(row))
+    rows.refresh_limits(at_limit)
+
+
+def _check_length(state: CacheState, rows: NDArray[np.int64], wanted: NDArray[np.int64], call: str) -> None:
+    longest = state.rows.max_tokens
+    if (wanted > longest).any():
+        at = int(np.flatnonzero(wanted > longest)[0])
+        raise NeverFits(f"{call}: row {rows[at]} would have {wanted[at]} tokens, max_sequence_length is {longest}")
+
+
+def _check_commit(state: CacheState, batch: Batch, counts: NDArray[np.int64]) -> None:
+    rows = state.rows
+    wrong = (counts < rows.num_computed[batch.rows]) | (counts > rows.num_tokens[batch.rows])
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        row = batch.rows[at]
+        raise SequenceError(
+            f"commit: row {row} cannot have {counts[at]} computed tokens: it has {rows.num_tokens[row]} tokens, "
+            f"and {rows.num_computed[row]} of them are computed (rewind takes tokens back)"
+        )

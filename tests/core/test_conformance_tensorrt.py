@@ -1,0 +1,262 @@
+"""What TensorRT-LLM's cache manager does, as facts about this one: numbers as theirs, or better with the reason said.
+
+Theirs counts a token as written only when the next one is added; here it counts when it is committed, so "generate two
+tokens and release" is: append two, commit all but the last, free. Facts that do not apply are in `facts.py`, with the
+reason.
+"""
+
+import numpy as np
+import pytest
+from tests.core.small import cached, computed, ids, moves, small
+
+from kvist import OutOfBlocks, SequenceError
+from kvist.testing import TokenMemory
+
+
+def hit(manager, tokens, **options):
+    return manager.match_prefix(tokens, **options).num_tokens
+
+
+def release(manager, sequence, generated=()):
+    """Generate tokens, of which the last is never computed, and end."""
+    manager.append([sequence], [list(generated)])
+    manager.commit([sequence], sequence.num_tokens - 1)
+    manager.free(sequence)
+
+
+# -- A: allocation and beams ------------------------------------------------------------------------------------------
+
+
+def blocks_of_64(num_blocks, **settings):
+    return small(block_size=64, num_blocks=num_blocks, max_sequence_length=1024, **settings)
+
+
+def test_TRT1_beams_share_full_blocks_and_own_the_last():
+    manager = blocks_of_64(24)
+    beams = manager.add_sequence(range(129), num_beams=8).beams
+    assert manager.num_free_blocks == 14
+    tables = [ids(beam) for beam in beams]
+    assert [len(table) for table in tables] == [3] * 8
+    assert {tuple(table[:2]) for table in tables} == {tuple(tables[0][:2])}
+    assert len({block for table in tables for block in table}) == 10
+
+
+def test_TRT2_releasing_all_beams_gives_everything_back():
+    manager = blocks_of_64(24)
+    for beam in manager.add_sequence(range(129), num_beams=8).beams:
+        manager.free(beam)
+    assert manager.num_free_blocks == 24
+
+
+def test_TRT3_beams_of_full_blocks_are_identical():
+    manager = blocks_of_64(24)
+    beams = manager.add_sequence(range(192), num_beams=8).beams
+    assert manager.num_free_blocks == 21
+    assert len({tuple(ids(beam)) for beam in beams}) == 1
+
+
+def test_TRT5_TRT7_575_tokens_in_4_beams_are_8_blocks_and_4():
+    manager = blocks_of_64(128, reuse=False)
+    beams = manager.add_sequence(range(575), num_beams=4).beams
+    assert manager.num_free_blocks == 116
+    for beam in beams:
+        manager.free(beam)
+    assert manager.num_free_blocks == 128
+
+
+# -- B: rewind --------------------------------------------------------------------------------------------------------
+
+
+def test_TRT13_TRT14_TRT15_rewind_returns_the_block_that_the_577th_token_opened():
+    manager = blocks_of_64(80, reuse=False)
+    sequence = computed(manager, range(575))
+    free = [manager.num_free_blocks]
+    for num_tokens in (2, 3):
+        manager.append([sequence], [[7] * num_tokens])
+        free.append(manager.num_free_blocks)
+    manager.rewind(sequence, 4)
+    assert [*free, manager.num_free_blocks] == [71, 70, 70, 71]
+
+
+def test_TRT17_every_beam_can_be_rewound_and_taking_nothing_back_does_nothing():
+    """Theirs refuses with more than one beam; here beams are sequences, and each is rewound for itself."""
+    manager = blocks_of_64(80)
+    first = manager.add_sequence(range(70), num_beams=4)
+    manager.commit([first])
+    manager.rewind(first.beams[3], 5)
+    assert [beam.num_tokens for beam in first.beams] == [70, 70, 70, 65]
+    before = manager.digest()
+    manager.rewind(first, 0)
+    assert manager.digest() == before
+    with pytest.raises(SequenceError, match="70 tokens"):
+        manager.rewind(first, 71)
+
+
+# -- C: reuse and partial reuse ---------------------------------------------------------------------------------------
+
+
+def test_TRT33_TRT34_what_is_released_is_cached_down_to_the_last_written_token():
+    manager = small(block_size=4, num_blocks=8)
+    first = manager.add_sequence(range(9))
+    assert (first.num_cached_tokens, first.num_blocks, manager.num_free_blocks) == (0, 3, 5)
+    release(manager, first, [9, 10])
+    assert manager.num_free_blocks == 8
+    assert hit(manager, range(12)) == 10
+
+
+def test_TRT35_content_that_is_there_already_is_not_stored_again():
+    manager = small(block_size=4, num_blocks=8)
+    release(manager, manager.add_sequence(range(9)), [9, 10])
+    second = manager.add_sequence(range(9))
+    assert second.num_cached_tokens == 8
+    release(manager, second, [9, 10])
+    assert (manager.num_free_blocks, manager.stats().num_evictable_blocks) == (8, 3)
+
+
+def test_TRT36_TRT37_TRT38_a_partly_filled_block_is_copied_for_each_that_needs_it():
+    """Theirs gives the block itself to the first that matches, and the second finds 8 tokens. Here both copy from it,
+    and it stays: 9 and 10 tokens.
+    """
+    manager = small(block_size=4, num_blocks=8)
+    release(manager, manager.add_sequence(range(9)), [9, 10])
+    second = manager.add_sequence(range(10))
+    assert (second.num_cached_tokens, manager.num_free_blocks) == (9, 5)
+    third = manager.add_sequence(range(11))
+    assert (third.num_cached_tokens, manager.num_free_blocks) == (10, 4)
+    assert ids(second)[:2] == ids(third)[:2]
+    copies = moves(manager)
+    assert [(source, n) for source, _, n in copies] == [(copies[0][0], 1), (copies[0][0], 2)]
+    manager.append([second], [[10]])
+    manager.commit([second, third], [10, 11])
+    manager.free(second)
+    assert manager.num_free_blocks == 5
+    manager.free(third)
+    assert manager.num_free_blocks == 8
+    assert hit(manager, range(12)) == 11
+
+
+def test_TRT39_TRT44_short_prompts_reuse_what_fits_and_a_single_token_nothing():
+    manager = small(block_size=4, num_blocks=8)
+    release(manager, manager.add_sequence(range(9)), [9, 10])
+    short = manager.add_sequence(range(5))
+    assert (short.num_cached_tokens, short.num_blocks, manager.num_free_blocks) == (4, 2, 6)
+    release(manager, short)
+    single = manager.add_sequence([0])
+    assert (single.num_cached_tokens, single.num_blocks) == (0, 1)
+    release(manager, single)
+    assert manager.num_free_blocks == 8
+
+
+# -- E: counts per request --------------------------------------------------------------------------------------------
+
+
+def test_TRT57_TRT58_blocks_reused_and_missed_are_counted_once_per_admission():
+    manager = small(block_size=4, num_blocks=16)
+    cached(manager, range(9))
+    first = manager.stats()
+    assert (first.num_reused_blocks, first.num_missed_blocks, first.num_allocated_blocks) == (0, 3, 3)
+    manager.add_sequence(range(9))
+    both = manager.stats()
+    reused, missed = both.num_reused_blocks, both.num_missed_blocks - first.num_missed_blocks
+    assert (reused, missed, both.num_allocated_blocks - first.num_allocated_blocks) == (2, 1, 1)
+    assert reused / (reused + missed) == pytest.approx(2 / 3)
+
+
+# -- F: eviction ------------------------------------------------------------------------------------------------------
+
+
+def test_TRT66_blocks_without_content_go_before_cached_ones():
+    manager = small(block_size=4, num_blocks=4)
+    release(manager, computed(manager, [0, 1, 2, 3]), [4])
+    other = manager.add_sequence([1, 1, 2, 3])
+    assert other.num_cached_tokens == 0
+    assert manager.stats().num_evicted_blocks == 0
+    assert hit(manager, range(5)) == 4
+
+
+def test_TRT73_what_was_released_first_is_evicted_first():
+    manager = small(block_size=4, num_blocks=8, policy="lru")
+    first, second = computed(manager, [1] * 4), computed(manager, [2] * 4)
+    manager.free(second)
+    manager.free(first)
+    found = []
+    for num_blocks in (6, 7, 8):
+        filler = manager.add_sequence([9] * 4 * num_blocks)
+        found.append((hit(manager, [1] * 5), hit(manager, [2] * 5)))
+        manager.free(filler)
+    assert found == [(4, 4), (4, 0), (0, 0)]
+
+
+# -- G: partial copies ------------------------------------------------------------------------------------------------
+
+
+def test_TRT79_TRT80_TRT81_three_tokens_of_a_block_in_use_are_copied_and_no_more():
+    manager = small(block_size=8, num_blocks=4)
+    memory = manager.memory = TokenMemory(manager.config)
+    memory.attach(manager)
+    first = manager.add_sequence(range(17))
+    assert (first.num_cached_tokens, first.num_blocks) == (0, 3)
+    memory.write(first)
+    release(manager, first)
+    again = manager.add_sequence(range(17))
+    assert again.num_cached_tokens == 16
+    second = manager.add_sequence([*range(11), 99])
+    assert second.num_cached_tokens == 11
+    assert ids(second)[0] == ids(again)[0]
+    source, copy = memory.slots[ids(again)[1]], memory.slots[ids(second)[1]]
+    assert copy.tolist() == [*source[:3].tolist(), 0, 0, 0, 0, 0]
+    assert memory.num_copied_tokens == 3
+
+
+# -- J: the tree ------------------------------------------------------------------------------------------------------
+
+
+def test_TRT113_a_block_that_agrees_in_three_of_four_tokens_gives_three():
+    manager = small(block_size=4, num_blocks=8)
+    cached(manager, [1, 2, 3, 4])
+    assert hit(manager, [1, 2, 3, 9]) == 3
+
+
+def test_TRT115_the_first_block_of_a_content_is_kept():
+    manager = small(block_size=4, num_blocks=8)
+    left = cached(manager, [1, 2, 3, 4])
+    again = computed(manager, [1, 2, 3, 4], reuse=False)
+    assert ids(again) != left
+    assert manager.num_free_blocks == 7
+    assert ids(again) == left
+
+
+# -- K: the first Python reference ------------------------------------------------------------------------------------
+
+
+def test_TRT116_TRT117_three_sequences_step_by_step():
+    manager = small(block_size=32, num_blocks=128, max_sequence_length=256)
+    sequences = [computed(manager, [start] * length) for start, length in enumerate((30, 35, 31))]
+    assert [sequence.num_blocks for sequence in sequences] == [1, 2, 1]
+    for _ in range(3):
+        manager.append(sequences, np.array([7, 7, 7]))
+    assert [sequence.num_tokens for sequence in sequences] == [33, 38, 34]
+    assert [sequence.num_blocks for sequence in sequences] == [2, 2, 2]
+    manager.free(sequences.pop(1))
+    manager.append(sequences, np.array([7, 7]))
+    assert [sequence.num_tokens for sequence in sequences] == [34, 35]
+    assert manager.stats().num_sequences == 2
+
+
+@pytest.mark.parametrize(("num_tokens", "num_free"), [(4, [7, 7, 7, 7, 8]), (3, [4, 5, 6, 7, 8])])
+def test_TRT118_a_shared_block_is_free_after_the_last_beam_and_private_ones_one_by_one(num_tokens, num_free):
+    manager = small(block_size=4, num_blocks=8)
+    first = manager.add_sequence(range(num_tokens), num_beams=4)
+    manager.commit([first])
+    free = [manager.num_free_blocks]
+    for beam in first.beams:
+        manager.free(beam, publish=False)
+        free.append(manager.num_free_blocks)
+    assert free == num_free
+
+
+def test_TRT119_an_empty_pool_is_an_error():
+    manager = small(block_size=4, num_blocks=1)
+    manager.add_sequence([1])
+    with pytest.raises(OutOfBlocks):
+        manager.add_sequence([2])

@@ -1,0 +1,276 @@
+import random
+
+import pytest
+from tests.core.small import cached, computed, ids, small
+
+from kvist import ConfigError, Retention
+from kvist.core.eviction import POLICIES, EvictionQueue, policy_named
+
+
+class Candidate:
+    """As much of an extent as a queue looks at."""
+
+    def __init__(self, key):
+        self.key, self.ticket = key, 0
+
+    def __repr__(self):
+        return f"<{self.key}>"
+
+
+def drained(queue):
+    """The keys of all candidates, in the order they would be evicted in."""
+    order = []
+    while queue.num_candidates:
+        first = queue.first()
+        queue.withdraw(first)
+        order.append(first.key)
+    return order
+
+
+def offered(*keys, policy=lambda candidate: candidate.key):
+    queue = EvictionQueue(policy)
+    candidates = [Candidate(key) for key in keys]
+    for candidate in candidates:
+        queue.offer(candidate)
+    return queue, candidates
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_key_goes_first():
+    queue, _ = offered(3, 1, 2)
+    assert queue.first().key == 1
+    assert drained(queue) == [1, 2, 3]
+
+
+def test_among_equal_keys_the_one_offered_first_goes_first():
+    queue, _ = offered("b", "a", "c", policy=lambda candidate: 0)
+    assert drained(queue) == ["b", "a", "c"]
+
+
+def test_one_that_was_withdrawn_is_not_a_candidate_until_it_is_offered_again():
+    queue, (one, _, _) = offered(1, 2, 3)
+    queue.withdraw(one)
+    assert queue.first().key == 2
+    assert queue.num_candidates == len(queue.candidates()) == 2
+    queue.offer(one)
+    assert queue.first() is one
+    assert queue.num_candidates == len(queue.candidates()) == 3
+
+
+def test_the_key_is_asked_for_when_offered_and_only_then():
+    asked = []
+    queue, (one, other) = offered(1, 2, policy=lambda candidate: asked.append(candidate.key) or candidate.key)
+    one.key = 9
+    assert queue.first() is one
+    queue.withdraw(one)
+    queue.offer(one)
+    assert queue.first() is other
+    assert asked == [1, 2, 9]
+
+
+def test_stale_entries_are_swept_out():
+    queue, (one, other) = offered(1, 2)
+    for _ in range(1000):
+        queue.withdraw(one)
+        queue.offer(one)
+    assert len(queue._heap) < 200
+    assert drained(queue) == [1, 2]
+    assert other.ticket == 0
+
+
+def test_order_holds_through_any_offers_and_withdrawals():
+    chance = random.Random(0)
+    queue, inside, outside = EvictionQueue(lambda candidate: candidate.key), [], [Candidate(n) for n in range(30)]
+    for _ in range(2000):
+        source, target = (inside, outside) if inside and chance.random() < 0.5 else (outside, inside)
+        if not source:
+            continue
+        candidate = source.pop(chance.randrange(len(source)))
+        target.append(candidate)
+        (queue.offer if target is inside else queue.withdraw)(candidate)
+        assert queue.num_candidates == len(inside)
+        assert set(queue.candidates()) == set(inside)
+        if inside:
+            assert queue.first() is min(inside, key=lambda candidate: candidate.key)
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+def survivors(manager, *prompts):
+    """Which of these whole-block prompts are still cached as a whole."""
+    return [prompt for prompt in prompts if manager.match_prefix([*prompt, 0]).num_tokens == len(prompt)]
+
+
+A, B, C = [1, 2], [3, 4], [5, 6]
+
+
+@pytest.mark.parametrize("policy", ["lru", "priority"])
+def test_least_recently_used_goes_first(policy):
+    manager = small(policy=policy, partial_reuse=False)
+    for prompt in (A, B, C, A):
+        cached(manager, [*prompt, 0])
+    manager.evict(1)
+    assert survivors(manager, A, B, C) == [A, C]
+    manager.evict(1)
+    assert survivors(manager, A, B, C) == [A]
+
+
+def test_a_look_is_no_use():
+    manager = small(policy="lru", partial_reuse=False)
+    cached(manager, A)
+    cached(manager, B)
+    manager.match_prefix([*A, 0])
+    manager.explain([*A, 0])
+    manager.evict(1)
+    assert survivors(manager, A, B) == [B]
+
+
+def test_fifo_evicts_in_the_order_of_publication_whatever_is_used_since():
+    manager = small(policy="fifo", partial_reuse=False)
+    for prompt in (A, B, C, A, A):
+        cached(manager, [*prompt, 0])
+    manager.evict(1)
+    assert survivors(manager, A, B, C) == [B, C]
+
+
+def test_lfu_evicts_the_least_often_hit_and_among_equals_the_least_recently_used():
+    manager = small(policy="lfu", partial_reuse=False)
+    for prompt in (A, A, B, C, C):
+        cached(manager, [*prompt, 0])
+    cached(manager, [7, 8])
+    manager.evict(1)
+    assert survivors(manager, A, B, C, [7, 8]) == [A, C, [7, 8]]
+    manager.evict(1)
+    assert survivors(manager, A, B, C, [7, 8]) == [A, C]
+    manager.evict(1)
+    assert survivors(manager, A, B, C, [7, 8]) == [C]
+
+
+def test_priority_evicts_low_retention_first_and_is_the_default():
+    manager = small(partial_reuse=False)
+    assert manager.config.policy == "priority"
+    cached(manager, A, retention=Retention([(0, None, 80, None)]))
+    cached(manager, B)
+    cached(manager, C)
+    manager.evict(2)
+    assert survivors(manager, A, B, C) == [A]
+
+
+def test_a_callable_sees_the_extent_and_gives_the_order():
+    seen = []
+
+    def longest_first(extent):
+        seen.append(
+            (extent.num_blocks, extent.num_tokens, extent.hits, extent.priority, extent.last_use > extent.created)
+        )
+        return (-extent.num_blocks, extent.last_use)
+
+    manager = small(policy=longest_first, partial_reuse=False)
+    cached(manager, A)
+    cached(manager, [3, 4, 5, 6])
+    cached(manager, [7, 8])
+    manager.evict(2)
+    assert survivors(manager, A, [3, 4], [7, 8]) == [A, [7, 8]]
+    assert seen == [(1, 2, 0, 35, True), (2, 4, 0, 35, True), (1, 2, 0, 35, True)]
+
+
+def test_a_callable_may_prefer_what_was_used_last():
+    manager = small(policy=lambda extent: -extent.last_use, partial_reuse=False)
+    cached(manager, A)
+    cached(manager, B)
+    manager.evict(1)
+    assert survivors(manager, A, B) == [A]
+
+
+def test_policies_go_by_name_or_are_themselves():
+    assert set(POLICIES) == {"lru", "lfu", "fifo", "priority"}
+    assert policy_named("lru") is POLICIES["lru"]
+    assert policy_named(repr) is repr
+    with pytest.raises(ConfigError, match="policy is 'mru', must be one of fifo, lfu, lru, priority or a callable"):
+        small(policy="mru")
+
+
+# -- what goes, and from where ----------------------------------------------------------------------------------------
+
+
+def test_a_victim_loses_its_tail_first():
+    manager = small(partial_reuse=False)
+    blocks = cached(manager, [1, 2, 3, 4, 5, 6])
+    assert manager.evict(1) == 1
+    assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]).num_tokens == 4
+    assert manager._state.pool.take(1).tolist() == blocks[-1:]
+
+
+def test_a_partly_filled_last_block_goes_before_the_full_ones():
+    manager = small()
+    cached(manager, [1, 2, 3, 4, 5])
+    assert manager.match_prefix([1, 2, 3, 4, 5, 6]).num_tokens == 5
+    manager.evict(1)
+    assert manager.match_prefix([1, 2, 3, 4, 5, 6]).num_tokens == 4
+    manager.check()
+
+
+def test_an_extent_that_lost_its_tail_can_grow_again():
+    manager = small()
+    cached(manager, [1, 2, 3, 4, 5])
+    manager.evict(2)
+    cached(manager, [1, 2, 3, 4, 5, 6])
+    assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]).num_tokens == 6
+    manager.check()
+
+
+def test_leaves_go_before_what_they_hang_on_even_if_that_is_older():
+    manager = small(policy="fifo", partial_reuse=False)
+    cached(manager, [1, 2, 3, 4])
+    cached(manager, [1, 2, 5, 6])
+    manager.evict(2)
+    assert survivors(manager, [1, 2]) == [[1, 2]]
+    manager.evict(1)
+    assert manager.match_prefix([1, 2, 0]).num_tokens == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+def test_what_has_lost_its_leaves_is_as_old_as_its_last_use(policy):
+    manager = small(policy=policy, partial_reuse=False)
+    for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8]):
+        cached(manager, prompt, reuse=False)
+    manager.evict(3)
+    assert survivors(manager, [1, 2], [7, 8]) == [[7, 8]]
+
+
+def test_nothing_held_is_evicted():
+    manager = small()
+    held = computed(manager, [1, 2, 3, 4])
+    cached(manager, [1, 2, 5, 6])
+    pin = manager.pin(manager.match_prefix([1, 2, 5, 6, 7]))
+    cached(manager, [7, 8])
+    assert manager.evict(8) == 1
+    assert survivors(manager, [1, 2, 3, 4], [1, 2, 5, 6], [7, 8]) == [[1, 2, 3, 4], [1, 2, 5, 6]]
+    pin.release()
+    assert manager.evict(8) == 1
+    assert survivors(manager, [1, 2, 3, 4]) == [[1, 2, 3, 4]]
+    assert ids(held) == [0, 1]
+
+
+def test_evicting_takes_as_many_victims_as_needed():
+    manager = small(partial_reuse=False)
+    for prompt in (A, B, C):
+        cached(manager, prompt)
+    computed(manager, list(range(10, 23)))
+    assert survivors(manager, A, B, C) == [C]
+    assert manager.stats().num_evicted_blocks == 2
+    manager.check()
+
+
+def test_what_a_prompt_reuses_is_not_evicted_for_it():
+    manager = small(num_blocks=4, policy="lru")
+    cached(manager, [1, 2, 3, 4])
+    cached(manager, [5, 6, 7, 8])
+    sequence = manager.add_sequence([1, 2, 3, 4, 9, 9, 9, 9])
+    assert sequence.num_cached_tokens == 4
+    assert manager.match_prefix([5, 6, 0]).num_tokens == 0
+    manager.check()

@@ -1,0 +1,261 @@
+"""Faults planted in the core must make CacheMachine fail: by the books, and also where nobody proves the books.
+
+Each plant is small and plausible: one line of the core left out or off by one.
+"""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvist import KVCacheManager
+from kvist.core import admission, branches, rewinding
+from kvist.core.pool import BlockPool
+from kvist.core.state import CacheState
+from kvist.core.tree import PrefixTree
+from kvist.testing import CacheMachine
+
+EXAMPLES = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+FAULTS = {}
+
+
+def fault(plant):
+    FAULTS[plant.__name__] = plant
+    return plant
+
+
+def wrap(monkeypatch, owner, name, wrapper):
+    """Replace a function by `wrapper(original, *arguments)`."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: wrapper(original, *args, **options))
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+@fault
+def a_reference_is_lost_on_split(monkeypatch):
+    def split(original, tree, extent, num_blocks):
+        upper = original(tree, extent, num_blocks)
+        if upper is not extent and extent.references:
+            upper.references = 0
+        return upper
+
+    wrap(monkeypatch, PrefixTree, "split", split)
+
+
+@fault
+def a_referenced_extent_is_evicted(monkeypatch):
+    def evict(original, tree, num_blocks):
+        held = [
+            extent for extent in tree.extents() if extent.references and not extent.children and extent.num_blocks > 1
+        ]
+        for extent in held[:1]:
+            tree.num_evictable += 1
+            tree._shrink(extent, extent.num_blocks - 1)
+            num_blocks -= 1
+        original(tree, num_blocks)
+
+    wrap(monkeypatch, PrefixTree, "evict", evict)
+
+
+@fault
+def what_is_held_stays_in_the_eviction_queue(monkeypatch):
+    def hold(original, tree, extent):
+        tickets = [(each, each.ticket) for each in extent.path()]
+        original(tree, extent)
+        for each, ticket in tickets:
+            each.ticket = ticket
+
+    wrap(monkeypatch, PrefixTree, "hold", hold)
+
+
+@fault
+def releasing_stops_at_the_deepest_extent(monkeypatch):
+    def release(original, tree, extent):
+        parent = extent.parent
+        if parent is not None and extent.references == 1 and parent.parent is not None:
+            parent.references += 1
+        original(tree, extent)
+
+    wrap(monkeypatch, PrefixTree, "release", release)
+
+
+@fault
+def reordering_does_not_hold_what_it_goes_on_from(monkeypatch):
+    def reorder(original, state, beams, parents):
+        hold = state.tree.hold
+        state.tree.hold = lambda extent: None
+        try:
+            original(state, beams, parents)
+        finally:
+            state.tree.hold = hold
+
+    monkeypatch.setattr(PrefixTree, "__slots__", (), raising=False)
+    wrap(monkeypatch, branches, "reorder", reorder)
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@fault
+def free_keeps_a_block(monkeypatch):
+    def end(original, state, sequence):
+        row = sequence.row
+        have = state.rows.num_blocks.item(row)
+        if have > state.rows.num_published[row] + 1:
+            state.rows.num_blocks[row] = have - 1
+            state.rows.block_table[:, row, have - 1] = 0
+        original(state, sequence)
+
+    wrap(monkeypatch, CacheState, "end", end)
+
+
+@fault
+def blocks_that_were_rebased_do_not_go_back(monkeypatch):
+    def rebase(original, state, *arguments):
+        give = state.pool
+        state.pool = BlockPool(state.pool.num_blocks)
+        state.pool.take(state.pool.num_blocks)
+        try:
+            original(state, *arguments)
+        finally:
+            state.pool = give
+
+    wrap(monkeypatch, CacheState, "_rebase", rebase)
+
+
+@fault
+def rewinding_goes_on_in_a_published_block(monkeypatch):
+    def rewind_published(original, state, sequence, left):
+        boundary, inside = divmod(left, state.block_size)
+        source = state.rows.block_table.item(0, sequence.row, boundary)
+        original(state, sequence, left)
+        if inside:
+            state.pool.give(state.rows.block_table[0, sequence.row, boundary : boundary + 1])
+            state.rows.block_table[0, sequence.row, boundary] = source
+            state.moves.pop()
+
+    wrap(monkeypatch, rewinding, "rewind_published", rewind_published)
+
+
+@fault
+def growing_takes_blocks_before_it_is_refused(monkeypatch):
+    def require_blocks(original, state, needed, match=None):
+        with suppress(AssertionError):
+            state.publish_committed()
+            state.evict_for(min(needed, state.tree.num_evictable))
+        original(state, needed, match)
+
+    wrap(monkeypatch, CacheState, "require_blocks", require_blocks)
+
+
+# -- contents ---------------------------------------------------------------------------------------------------------
+
+
+@fault
+def an_uncommitted_block_is_hit(monkeypatch):
+    def match_prompt(original, state, prompt, namespace):
+        rows = state.rows
+        for sequence in rows.running():
+            if sequence.leader is None and sequence.publishes:
+                computed = rows.num_computed.item(sequence.row)
+                rows.num_computed[sequence.row] = rows.num_tokens[sequence.row]
+                state.publish(sequence)
+                rows.num_computed[sequence.row] = computed
+        return original(state, prompt, namespace)
+
+    wrap(monkeypatch, admission, "match_prompt", match_prompt)
+
+
+@fault
+def a_partial_copy_is_of_one_token_too_many(monkeypatch):
+    def order_move(original, state, source, destination, num_tokens):
+        original(state, source, destination, min(num_tokens + 1, state.block_size))
+
+    wrap(monkeypatch, CacheState, "order_move", order_move)
+
+
+@fault
+def a_partial_match_is_of_one_token_too_many(monkeypatch):
+    def find(original, tree, *arguments, **options):
+        match = original(tree, *arguments, **options)
+        if 0 < match.num_partial_tokens < tree.block_bytes // 4 - 1:
+            match.num_partial_tokens += 1
+        return match
+
+    wrap(monkeypatch, PrefixTree, "find", find)
+
+
+@fault
+def a_copy_is_lost(monkeypatch):
+    wrap(monkeypatch, CacheState, "order_move", lambda original, *arguments: None)
+
+
+@fault
+def copies_come_in_the_wrong_order(monkeypatch):
+    wrap(monkeypatch, KVCacheManager, "take_moves", lambda original, owner: original(owner)[::-1])
+
+
+@fault
+def a_partly_filled_block_is_published_whole(monkeypatch):
+    def publish_last(original, state, sequence):
+        rows, row = state.rows, sequence.row
+        if rows.num_computed[row] < rows.num_tokens[row]:
+            rows.num_computed[row] += 1
+        original(state, sequence)
+
+    wrap(monkeypatch, CacheState, "publish_last", publish_last)
+
+
+@fault
+def namespaces_share_a_root(monkeypatch):
+    wrap(monkeypatch, PrefixTree, "root", lambda original, tree, namespace: original(tree, ()))
+
+
+@fault
+def what_was_cached_is_forgotten(monkeypatch):
+    def find(original, tree, extent, tokens, limit, *, partial):
+        return original(tree, extent, tokens, min(limit, 2 * tree.block_bytes), partial=partial)
+
+    wrap(monkeypatch, PrefixTree, "find", find)
+
+
+# -- the machine fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_the_machine_finds_a_planted_fault(name, monkeypatch):
+    FAULTS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CacheMachine, settings=EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_reference_is_lost_on_split",
+        "free_keeps_a_block",
+        "an_uncommitted_block_is_hit",
+        "a_partial_copy_is_of_one_token_too_many",
+        "a_referenced_extent_is_evicted",
+    ],
+)
+def test_contents_and_counts_alone_show_it(name, monkeypatch):
+    """Without `check()`: what the model and the memory know of the tree is nothing."""
+    FAULTS[name](monkeypatch)
+    monkeypatch.setattr(KVCacheManager, "check", lambda core: None)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CacheMachine, settings=EXAMPLES)
