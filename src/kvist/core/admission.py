@@ -52,9 +52,7 @@ def admit(
     retention: Retention | None,
     num_beams: int,
 ) -> Sequence:
-    """Give a checked prompt a row that holds what it matched, and blocks for the rest; raises OutOfBlocks before any
-    change.
-    """
+    """Give a checked prompt a row that holds what it matched, and blocks for the rest, or raise OutOfBlocks."""
     rows, tree, block_bytes = state.rows, state.tree, state.tree.block_bytes
     num_blocks, num_reused = -(-len(prompt) // block_bytes), match.position // block_bytes if match else 0
     num_extra = num_beams - 1 if len(prompt) % block_bytes else 0

@@ -49,8 +49,9 @@ def as_count(n: Any, name: str) -> int:
 
 
 def as_counts(n: ArrayLike, length: int, name: str) -> NDArray[np.int64]:
-    """Return non-negative ints `[length]`, from one for all or one for each; cut off where adding to them could
-    overflow.
+    """Return non-negative ints `[length]`, from one for all or one for each.
+
+    What is so large that adding to it could overflow is cut off.
     """
     counts = as_int_array(n, name)
     if counts.ndim and counts.shape != (length,):

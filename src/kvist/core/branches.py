@@ -1,6 +1,4 @@
-"""Sequences that share a past: forks, beams, and beam search's reordering. Only the block being written is ever
-private.
-"""
+"""Sequences that share a past: forks, beams and their reordering. Only the block being written is ever private."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> Non
 
 
 def _copy_into(state: CacheState, sequence: Sequence, past: RowState) -> None:
-    """Make a row share what another has published, with a block of its own and a copy of what the other wrote into its
-    last.
-    """
+    """Make a row share what another has published, with a copy of the block that the other is writing."""
     rows, published = state.rows, past.num_published
     rows.restore(sequence, replace(past, blocks=past.blocks[:, :published]))
     if not past.tokens:
@@ -90,9 +86,7 @@ def _copy_into(state: CacheState, sequence: Sequence, past: RowState) -> None:
 
 
 def _num_private(state: CacheState, sequence: Sequence, call: str) -> int:
-    """Count the blocks with tokens that will be a sequence's own once it is published: 0 or 1, or it cannot be
-    copied.
-    """
+    """Count the blocks with tokens that stay a sequence's own when it is published; raises if they are not 0 or 1."""
     num_tokens, num_computed = sequence.num_tokens, sequence.num_computed_tokens
     count = -(-num_tokens // state.block_size) - num_computed // state.block_size
     if count > 1:
@@ -125,9 +119,7 @@ def _checked_parents(state: CacheState, beams: Any, parents: ArrayLike) -> list[
 
 
 def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int) -> None:
-    """Give a prompt just admitted its other beams: their rows show the leader's full blocks, own a last one, and
-    wait.
-    """
+    """Give a prompt just admitted its other beams, which show its full blocks, own a last one, and wait."""
     rows, root = state.rows, state.tree.root(leader.namespace)
     num_full, rest = divmod(len(prompt) // TOKEN_BYTES, state.block_size)
     beams = [leader]

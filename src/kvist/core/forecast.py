@@ -90,9 +90,7 @@ class Forecast:
     def _admission(
         self, prompt: int | Tokens, namespace: Namespace, reuse: bool, num_beams: int
     ) -> tuple[int, list[tuple[Extent, int]]]:
-        """Return the blocks that an admission would take, and the extents it would hold with how many of their
-        blocks.
-        """
+        """Return how many blocks an admission would take, and the extents it would hold, each with how much of it."""
         state = self._state
         if isinstance(prompt, int):
             num_tokens, path = as_count(prompt, "prompt"), []

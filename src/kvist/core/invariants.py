@@ -19,9 +19,7 @@ MAX_PROBLEMS = 20
 
 
 def check(state: CacheState) -> None:
-    """Raise InvariantError with what is wrong and who holds it; changes nothing, costs time in proportion to the
-    pool.
-    """
+    """Raise InvariantError with what is wrong and who holds it; takes time in proportion to the pool."""
     extents = _all_extents(state)
     problems = [
         *_block_problems(state, extents),

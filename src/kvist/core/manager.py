@@ -103,8 +103,9 @@ class CacheCore:
         growth.append_arrays(self._state, batch, packed)
 
     def reserve(self, sequences: Sequences, n: ArrayLike) -> None:
-        """Give sequences capacity for n more tokens than they have (an int, or one for each), for drafts and
-        multi-step decode.
+        """Give sequences capacity for n more tokens than they have, for drafts and multi-step decode.
+
+        `n` is an int, or one for each. Raises as `append` does.
         """
         batch = self._state.rows.batch(sequences, "reserve")
         growth.grow(self._state, batch, as_counts(n, len(batch.rows), "n"), "reserve")
@@ -150,8 +151,9 @@ class CacheCore:
         self._perform_moves()
 
     def free(self, sequence: Sequence, *, publish: bool = True) -> None:
-        """End a sequence: what is computed stays reusable until evicted (what is not published yet only if
-        `publish`).
+        """End a sequence, once: what is computed stays reusable until it is evicted.
+
+        With `publish=False` that holds only for what has been published already.
         """
         self._state.rows.check_live(sequence, "free")
         if sequence._beams is not None:
@@ -224,8 +226,9 @@ class CacheCore:
         return self._state.tree.drop(namespace)
 
     def reset(self) -> None:
-        """Forget everything cached, and the statistics. Raises SequenceError while sequences run or pins hold; says
-        which.
+        """Forget everything cached, and the statistics.
+
+        Raises SequenceError while sequences run or pins hold, and says which.
         """
         running = self._state.rows.running()
         if running or self._state.pins:
@@ -262,18 +265,19 @@ class CacheCore:
     # -- branches -----------------------------------------------------------------------------------------------------
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
-        """Return n copies of a sequence: they share its full committed blocks, and copy the block being written (a
-        Move each).
+        """Return n copies of a sequence: they share its full committed blocks, and copy the block being written.
 
-        Raises SequenceError if more than one block with tokens is not committed, OutOfBlocks or OutOfRows without room.
+        Each copy is a Move. Raises SequenceError if more than one block with tokens is not committed, OutOfBlocks or OutOfRows without room.
         """
         children = branches.fork(self._state, sequence, as_count(n, "n"))
         self._perform_moves()
         return children
 
     def reorder(self, beams: list[Sequence], parents: ArrayLike) -> None:
-        """Let `beams[i]` go on from what `beams[parents[i]]` is now; copies only blocks being written that several go
-        on from.
+        """Let `beams[i]` go on from what `beams[parents[i]]` is now.
+
+        Copies only blocks being written that several go on from. Raises SequenceError for beams that wait, are named
+        twice or have more than one block of uncommitted tokens to be copied, OutOfBlocks without room for the copies.
         """
         branches.reorder(self._state, beams, parents)
         self._perform_moves()
@@ -323,14 +327,16 @@ class CacheCore:
         )
 
     def check(self) -> None:
-        """Prove the books: every block has one owner, every reference a holder, ...; raises InvariantError naming the
-        holders.
+        """Prove the books: every block has one owner, every reference a holder, every candidate its place.
+
+        Raises InvariantError, which says what is wrong and who holds it.
         """
         invariants.check(self._state)
 
     def digest(self) -> str:
-        """Return SHA-256 in hex over what is cached, where, and who runs: equal in managers that were given the same
-        calls.
+        """Return SHA-256 in hex over what is cached, where, and who runs.
+
+        Managers of equal settings that were given the same calls have equal digests, in any process.
         """
         self._state.publish_committed()
         return state_digest(self._state)

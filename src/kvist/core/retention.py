@@ -18,9 +18,7 @@ MAX_PRIORITY = 100
 
 
 class Keep(NamedTuple):
-    """How an extent is kept: its priority, 0 to 100, for `duration_s` seconds after its last use (None: without
-    end).
-    """
+    """How an extent is kept: its priority, and for how many seconds after its last use (None: without end)."""
 
     priority: int
     duration_s: float | None

@@ -103,9 +103,7 @@ class Sequence:
 
     @property
     def version(self) -> int:
-        """Grows whenever block ids already in the table change (sharing found, rewind, reorder), not when blocks are
-        added.
-        """
+        """Grows when block ids already in the table change: equal content was found, rewind, reorder."""
         return self._rows.version.item(self._live_row())
 
     @property
@@ -136,9 +134,7 @@ class Sequence:
 
 
 class Batch:
-    """Rows that were checked: live, distinct. `select` indexes the row arrays, a slice where the rows are
-    neighbours.
-    """
+    """Rows that were checked: live, distinct. `select` indexes the row arrays, a slice where it can be one."""
 
     __slots__ = ("rows", "select")
 
@@ -241,9 +237,7 @@ class SequenceRows:
         sequence._earlier = b""
 
     def begin(self, sequence: Sequence, num_reused: int, num_blocks: int, tokens: bytes) -> None:
-        """Let a new row begin: `num_blocks` blocks are in its table, the tree's first, then packed tokens of its
-        own.
-        """
+        """Let a new row begin: its table has `num_blocks` blocks, of which the tree's come first."""
         row, start = sequence.row, num_reused * self.block_size
         end = start + len(tokens) // TOKEN_BYTES
         sequence._earlier, sequence._earlier_start = tokens, start

@@ -158,9 +158,7 @@ class PrefixTree:
             heappush(self._expiries, (self._clock() + duration_s, self._num_expiries, extent.last_use, extent))
 
     def _sweep_expiries(self) -> None:
-        """Drop the entries that were overtaken by a later use, so that their number stays in proportion to the
-        extents'.
-        """
+        """Drop the entries that were overtaken by a later use, so that they do not pile up."""
         self._expiries = [entry for entry in self._expiries if _is_due(entry[3], entry[2])]
         heapify(self._expiries)
         self._max_expiries = 2 * len(self._expiries) + MIN_SWEPT
@@ -215,9 +213,7 @@ class PrefixTree:
         return extent, match.position // self.block_bytes
 
     def _is_covered(self, extent: Extent, rest: bytes) -> bool:
-        """Say whether a child holds all of a partly filled block; remove one that holds less than `rest` and no
-        more.
-        """
+        """Say whether a child holds all of a partly filled block; remove one that `rest` begins with."""
         child, agreed = self._nearest(extent, rest[: self.block_bytes])
         if child is None or agreed == len(rest):
             return child is not None
@@ -227,9 +223,7 @@ class PrefixTree:
         return False
 
     def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool) -> Extent:
-        """Grow the extent where only the caller has ever used it, else give it a child; the caller's hold moves
-        along.
-        """
+        """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along."""
         self.tick += 1
         if extent.references == 1 and not extent.hits and extent.keep == keep and self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
@@ -249,9 +243,7 @@ class PrefixTree:
         return extent.parent is not None and not extent.children and (extent.key is not None) == listed
 
     def split(self, extent: Extent, num_blocks: int) -> Extent:
-        """Cut an extent after its first `num_blocks` blocks; the lower part keeps its identity, the upper one is
-        returned.
-        """
+        """Cut an extent after its first blocks and return the upper part; the lower one keeps its identity."""
         if num_blocks == extent.num_blocks:
             return extent
         at = num_blocks * self.block_bytes
@@ -271,9 +263,7 @@ class PrefixTree:
     # -- letting go ---------------------------------------------------------------------------------------------------
 
     def evict(self, num_blocks: int) -> None:
-        """Free that many evictable blocks per group, in the policy's order, each victim from its tail; they must
-        exist.
-        """
+        """Free that many evictable blocks, which must exist, in the policy's order and each victim from its tail."""
         if self._expiries:
             self.expire_priorities()
         self.num_evicted += num_blocks
@@ -303,9 +293,7 @@ class PrefixTree:
         del extent.tokens[keep * self.block_bytes :]
 
     def drop(self, namespace: Namespace) -> int:
-        """Forget a namespace: free what is unreferenced, unlist the rest; returns the number of blocks freed per
-        group.
-        """
+        """Forget a namespace: free what is unreferenced, unlist the rest; returns how many blocks were freed."""
         root = self.roots.pop(namespace, None)
         if root is None:
             return 0

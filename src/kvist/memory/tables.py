@@ -89,9 +89,7 @@ def _block_table(
     padding: int,
     out: NDArray[np.int32] | None,
 ) -> NDArray[np.int32]:
-    """Take the rows' leading columns: a view of the manager's own table where they are neighbours and padding is its
-    0.
-    """
+    """Take the rows' leading columns: a view of the manager's own table where they are neighbours and padding is 0."""
     source = rows.block_table[0]
     columns = min(width, source.shape[1])
     neighbours = len(batch) > 0 and int(batch[-1] - batch[0]) == len(batch) - 1 and bool((np.diff(batch) == 1).all())
@@ -139,9 +137,7 @@ def _check_query(
 
 
 def _parts_of(out: BatchTables, num_sequences: int, width: int, num_query: int) -> BatchTables:
-    """Return the leading parts of the caller's buffers, after checking that they are large enough and of the right
-    types.
-    """
+    """Return the leading parts of the caller's buffers, after checking that they are large enough, and their types."""
     wanted: AbstractSequence[tuple[str, Any, tuple[int, ...]]] = (
         ("block_table", np.int32, (num_sequences, width)),
         ("slot_mapping", np.int64, (num_query,)),
