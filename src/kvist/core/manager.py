@@ -267,7 +267,8 @@ class CacheCore:
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
         """Return n copies of a sequence: they share its full committed blocks, and copy the block being written.
 
-        Each copy is a Move. Raises SequenceError if more than one block with tokens is not committed, OutOfBlocks or OutOfRows without room.
+        Each copy is a Move. Raises SequenceError if more than one block with tokens is not committed, OutOfBlocks or
+        OutOfRows without room.
         """
         children = branches.fork(self._state, sequence, as_count(n, "n"))
         self._perform_moves()
