@@ -1,20 +1,31 @@
 """What does a request cost from admission to the end, and does that grow with the length of its prompt?
 
-Every pool is full, so every allocation evicts. References: a prompt of 1,024 tokens; one object per block with a hash
-chain.
+Every pool is full, so every allocation evicts. References: a prompt of 1,024 tokens; the field's Python managers, one
+object per block and a hash chain; the leanest form of that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from harness import Prepare, Timing, Work, interleave
-from references import ObjectPerBlockManager
-from report import AtMost, AtMostTimes, Options, Row, TimesFaster, main
-from subjects import BLOCK_SIZE, fill, kvist_manager, serve, serve_objects, serving
-from workloads import SharedPrefixes, Tokens, random_tokens
+from report import LEANEST, AtMost, AtMostTimes, Options, Row, Target, TimesFaster, main
+from subjects import (
+    BLOCK_SIZE,
+    Prompt,
+    field_manager,
+    fill,
+    kvist_manager,
+    lean_manager,
+    serve,
+    serve_field,
+    serve_lean,
+    serving,
+)
+from workloads import SharedPrefixes, Tokens, as_lists, random_tokens
 
 LENGTHS = (1_024, 4_096, 16_384, 65_536)
 SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
@@ -22,12 +33,16 @@ NUM_BLOCKS = 4 * LONGEST // BLOCK_SIZE
 
 
 def measure(options: Options) -> list[Row]:
-    """Flatness in prompt length, then W2 and the short request against per-block objects."""
+    """Flatness in prompt length, then W2 and the short request against the references."""
     lengths, repeats, times, small = (LENGTHS[:2], 3, 2, 512) if options.quick else (LENGTHS, 40, 16, 8_192)
     flat = interleave({**by_length(lengths, times), "crowded": into_a_crowd(lengths[-1])}, repeats=repeats)
-    w2 = interleave(beside_objects(SharedPrefixes(16, 2_048, 2_048), 8_192, times), repeats=repeats)
-    short = interleave(beside_objects(SharedPrefixes(50, 48, 52), small, 4 * times), repeats=repeats)
-    return [*flat_rows(flat, lengths), w2_row(w2), short_row(short)]
+    w2 = interleave(beside_references(SharedPrefixes(16, 2_048, 2_048), 8_192, times), repeats=repeats)
+    short = interleave(beside_references(SharedPrefixes(50, 48, 52), small, 4 * times), repeats=repeats)
+    return [
+        *flat_rows(flat, lengths),
+        *request_rows("admit, commit, free 4,096 tokens, 2,048 cached", w2, TimesFaster(30), goal=12),
+        *request_rows("admit, commit, free 100 tokens, 48 cached", short, AtMost(40, "µs"), goal=10),
+    ]
 
 
 def by_length(lengths: tuple[int, ...], times: int) -> dict[str, Prepare]:
@@ -58,20 +73,34 @@ def fresh_prompts(rng: np.random.Generator, length: int, times: int) -> list[Tok
     return [random_tokens(rng, length) for _ in range(times)]
 
 
-def beside_objects(prompts: SharedPrefixes, num_blocks: int, times: int) -> dict[str, Prepare]:
-    """Kvist and the per-block objects, both with a full pool and every shared prefix cached."""
-    kvist = partial(serve, kvist_manager(num_blocks))
-    objects = partial(serve_objects, ObjectPerBlockManager(num_blocks, BLOCK_SIZE))
-    num_prefixes, prefix_tokens = len(prompts.prefixes), len(prompts.prefixes[0])
-    for run in (kvist, objects):
-        fill(run, partial(prompts.batch, num_prefixes), num_blocks)
-        num_cached = run(prompts.batch(num_prefixes))
-        if num_cached < num_prefixes * prefix_tokens:
-            raise RuntimeError(f"{num_prefixes} prefixes should be cached, but only {num_cached} tokens are")
+def beside_references(prompts: SharedPrefixes, num_blocks: int, times: int) -> dict[str, Prepare]:
+    """Kvist from arrays and from lists, and the references, all with a full pool and every shared prefix cached."""
+
+    def lists(n: int) -> list[list[int]]:
+        return as_lists(prompts.batch(n))
+
     return {
-        "kvist": serving(kvist, partial(prompts.batch, times)),
-        "objects": serving(objects, partial(prompts.batch, times)),
+        "kvist": steady(partial(serve, kvist_manager(num_blocks)), prompts, prompts.batch, num_blocks, times),
+        "kvist, list": steady(partial(serve, kvist_manager(num_blocks)), prompts, lists, num_blocks, times),
+        "field": steady(partial(serve_field, field_manager(num_blocks)), prompts, lists, num_blocks, times),
+        "lean": steady(partial(serve_lean, lean_manager(num_blocks)), prompts, prompts.batch, num_blocks, times),
     }
+
+
+def steady(
+    run: Callable[[Sequence[Prompt]], int],
+    prompts: SharedPrefixes,
+    batch: Callable[[int], Sequence[Prompt]],
+    num_blocks: int,
+    times: int,
+) -> Prepare:
+    """A contestant whose pool is full and has every shared prefix."""
+    num_prefixes, prefix_tokens = len(prompts.prefixes), len(prompts.prefixes[0])
+    fill(run, partial(batch, num_prefixes), num_blocks)
+    num_cached = run(batch(num_prefixes))
+    if num_cached < num_prefixes * prefix_tokens:
+        raise RuntimeError(f"{num_prefixes} prefixes should be cached, but only {num_cached} tokens are")
+    return serving(run, partial(batch, times))
 
 
 def flat_rows(timings: dict[str, Timing], lengths: tuple[int, ...]) -> list[Row]:
@@ -88,28 +117,16 @@ def flat_rows(timings: dict[str, Timing], lengths: tuple[int, ...]) -> list[Row]
     return [*rows, beside_shortest(name=f"{lengths[-1]:,} tokens that evict {num_evicted} prompts", value=crowded)]
 
 
-def w2_row(timings: dict[str, Timing]) -> Row:
-    return Row(
-        name="admit, commit, free 4,096 tokens, 2,048 cached",
-        value=timings["kvist"].median_us,
-        unit="µs",
-        reference=timings["objects"].median_us,
-        reference_name="object per block",
-        target=TimesFaster(30),
-        goal=12,
-    )
-
-
-def short_row(timings: dict[str, Timing]) -> Row:
-    return Row(
-        name="admit, commit, free 100 tokens, 48 cached",
-        value=timings["kvist"].median_us,
-        unit="µs",
-        reference=timings["objects"].median_us,
-        reference_name="object per block",
-        target=AtMost(40, "µs"),
-        goal=10,
-    )
+def request_rows(name: str, timings: dict[str, Timing], target: Target, goal: float) -> list[Row]:
+    """A row for the target, the leanest form below it; then the same from lists."""
+    us = {contestant: timing.median_us for contestant, timing in timings.items()}
+    row = partial(Row, unit="µs", ratio_as=TimesFaster(30))
+    field, lean = (partial(row, reference=us[name], reference_name=name) for name in ("field", "lean"))
+    return [
+        field(name=name, value=us["kvist"], target=target, goal=goal),
+        lean(name=LEANEST, value=us["kvist"]),
+        field(name=f"{name}, from a list", value=us["kvist, list"]),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,125 +1,162 @@
 """What does a decode step of 1,024 sequences cost per sequence, block boundaries and all?
 
-Reference: a call per sequence over one object per block, with the same tokens in the same process.
+A round admits all sequences to new managers and takes 640 steps, so that every row crosses 40 block boundaries and
+fills its buffer of unpublished tokens at least once. What counts is the mean over all steps of a round; a row shows the
+median of the rounds' means. References: the field's Python managers, an `allocate_slots` per sequence over one object
+per block; the leanest form of that.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from harness import Prepare, Timing, Work, interleave
-from references import ObjectPerBlockManager
-from report import AtMost, Options, Row, TimesFaster, main
-from subjects import BLOCK_SIZE, kvist_manager, serve, serve_objects, step, step_objects
-from workloads import DecodeBatch, SharedPrefixes, Tokens
+from harness import Prepare, Work, interleave
+from report import LEANEST, AtMost, Options, Row, TimesFaster, main
+from subjects import (
+    BLOCK_SIZE,
+    admit_field,
+    field_manager,
+    kvist_manager,
+    lean_manager,
+    serve,
+    serve_field,
+    serve_lean,
+    step,
+    step_field,
+    step_lean,
+)
+from workloads import DecodeBatch, SharedPrefixes, Tokens, as_lists
 
 NUM_SEQUENCES = 1_024
 STEPS_PER_REPETITION = BLOCK_SIZE
 UNITS_PER_REPETITION = STEPS_PER_REPETITION * NUM_SEQUENCES
+NUM_STEPS, NUM_ROUNDS = 640, 5
+ARRIVAL = "the same, a request comes by every 16 steps"
+PUBLISHES = "its admission publishes what all sequences have committed since the last one"
 
-Step = Callable[[Tokens], None]
-Arrive = Callable[[list[Tokens]], int]
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """One contestant of a round."""
+
+    take_step: Callable[[int], None]
+    """Takes the step with this number: a token for each sequence."""
+    arrival: Callable[[], Callable[[], object]]
+    """Makes a request, and returns the call that serves it."""
 
 
 def measure(options: Options) -> list[Row]:
-    """W3: mean over 16 steps of append and commit by rows; then the same with a request coming by every 16 steps."""
-    num_steps, rounds = (32, 1) if options.quick else (256, 5)
-    plain = [one_round(num_steps, seed, without_arrivals) for seed in range(rounds)]
-    mixed = [one_round(num_steps, seed, with_arrivals) for seed in range(rounds)]
-    kvist, objects = (ns_per_sequence(plain, name) for name in ("kvist", "objects"))
-    row = partial(Row, unit="ns", reference_name="call per sequence")
+    """W3: append and commit by rows; then the same with a request coming by every 16 steps."""
+    num_steps, rounds = (32, 1) if options.quick else (NUM_STEPS, NUM_ROUNDS)
+    plain = mean_ns([one_round(num_steps, seed, without_arrivals) for seed in range(rounds)])
+    mixed = mean_ns([one_round(num_steps, seed, with_arrivals) for seed in range(rounds)])
+    return rows(plain, mixed)
+
+
+def rows(plain: dict[str, float], mixed: dict[str, float]) -> list[Row]:
+    """A row for each target, the leanest form below; then lists, and arrivals."""
+    row = partial(Row, unit="ns", ratio_as=TimesFaster(50))
+    field, lean = (partial(row, reference=plain[name], reference_name=name) for name in ("field", "lean"))
+    name = "decode 1,024, per sequence and step"
     return [
-        row(
-            name="decode 1,024, per sequence and step",
-            value=kvist,
-            reference=objects,
-            target=AtMost(100, "ns"),
-            goal=25,
-        ),
-        row(name="decode 1,024, per sequence and step", value=kvist, reference=objects, target=TimesFaster(50)),
-        row(
-            name="the same, a request comes by every 16 steps",
-            value=ns_per_sequence(mixed, "kvist"),
-            reference=ns_per_sequence(mixed, "objects"),
-            note="its admission publishes what all sequences have committed since the last one",
-        ),
+        field(name=name, value=plain["kvist"], target=AtMost(100, "ns"), goal=25),
+        field(name=name, value=plain["kvist"], target=TimesFaster(50)),
+        lean(name=LEANEST, value=plain["kvist"]),
+        field(name=f"{name}, from a list", value=plain["kvist, list"]),
+        field(name=ARRIVAL, value=mixed["kvist"], reference=mixed["field"], note=PUBLISHES),
+        lean(name=LEANEST, value=mixed["kvist"], reference=mixed["lean"]),
     ]
 
 
-def one_round(num_steps: int, seed: int, prepared: Callable[[Step, Arrive, Tokens], Prepare]) -> dict[str, Timing]:
-    """Admit all sequences to new managers, then time 16 steps at once: in these each row crosses one boundary."""
-    work = DecodeBatch.make(NUM_SEQUENCES, num_steps + STEPS_PER_REPETITION, seed)
-    contestants = {
-        "kvist": prepared(*kvist_steps(work), work.steps),
-        "objects": prepared(*object_steps(work), work.steps),
+def one_round(num_steps: int, seed: int, work: Callable[[Decoder, int], Work]) -> dict[str, float]:
+    """Mean nanoseconds per sequence over all steps of a run, in which the contestants take turns of 16 steps each."""
+    batch = DecodeBatch.make(NUM_SEQUENCES, num_steps, seed)
+    decoders = {
+        "kvist": kvist_decoder(batch, batch.steps),
+        "kvist, list": kvist_decoder(batch, batch.steps.tolist()),
+        "field": field_decoder(batch),
+        "lean": lean_decoder(batch),
     }
-    return interleave(contestants, repeats=num_steps // STEPS_PER_REPETITION, warmup=1)
+    contestants: dict[str, Prepare] = {name: partial(work, decoder) for name, decoder in decoders.items()}
+    timings = interleave(contestants, repeats=num_steps // STEPS_PER_REPETITION, warmup=0)
+    return {name: statistics.fmean(timing.samples_ns) for name, timing in timings.items()}
 
 
-def kvist_steps(work: DecodeBatch) -> tuple[Step, Arrive]:
-    """The step of Kvist by rows, with every prompt admitted and computed."""
-    longest = max(len(prompt) for prompt in work.prompts) + len(work.steps)
-    manager = kvist_manager(num_blocks(work), max_sequences=NUM_SEQUENCES + 1, max_sequence_length=longest)
-    sequences = [manager.add_sequence(prompt) for prompt in work.prompts]
+def mean_ns(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Median over rounds of their means."""
+    return {name: statistics.median(means[name] for means in rounds) for name in rounds[0]}
+
+
+def kvist_decoder(batch: DecodeBatch, steps: Tokens | list[list[int]]) -> Decoder:
+    """Kvist by rows, with every prompt admitted and computed."""
+    longest = max(len(prompt) for prompt in batch.prompts) + len(batch.steps)
+    manager = kvist_manager(num_blocks(batch), max_sequences=NUM_SEQUENCES + 1, max_sequence_length=longest)
+    sequences = [manager.add_sequence(prompt) for prompt in batch.prompts]
     manager.commit(sequences)
     rows = np.array([sequence.row for sequence in sequences], np.int64)
-    return partial(step, manager, rows), partial(serve, manager)
+    requests = short_requests()
+    return Decoder(lambda n: step(manager, rows, steps[n]), lambda: partial(serve, manager, requests.batch(1)))
 
 
-def object_steps(work: DecodeBatch) -> tuple[Step, Arrive]:
-    """The step over objects, a call per sequence, with every prompt admitted and computed."""
-    manager = ObjectPerBlockManager(num_blocks(work), BLOCK_SIZE)
-    sequences = [manager.add_sequence(prompt) for prompt in work.prompts]
+def field_decoder(batch: DecodeBatch) -> Decoder:
+    """The field's manager, with every prompt admitted and computed."""
+    manager, steps = field_manager(num_blocks(batch)), batch.steps.tolist()
+    running = [admit_field(manager, prompt)[0] for prompt in as_lists(batch.prompts)]
+    requests = short_requests()
+    return Decoder(
+        lambda n: step_field(manager, running, steps[n]),
+        lambda: partial(serve_field, manager, as_lists(requests.batch(1))),
+    )
+
+
+def lean_decoder(batch: DecodeBatch) -> Decoder:
+    """The lean manager, with every prompt admitted and computed."""
+    manager, steps = lean_manager(num_blocks(batch)), batch.steps.tolist()
+    sequences = [manager.add_sequence(prompt) for prompt in batch.prompts]
     for sequence in sequences:
         manager.commit(sequence)
-    return partial(step_objects, manager, sequences), partial(serve_objects, manager)
+    requests = short_requests()
+    return Decoder(
+        lambda n: step_lean(manager, sequences, steps[n]), lambda: partial(serve_lean, manager, requests.batch(1))
+    )
 
 
-def num_blocks(work: DecodeBatch) -> int:
+def short_requests() -> SharedPrefixes:
+    """What comes by: 100 tokens, 48 of them as in the request four before."""
+    return SharedPrefixes(4, 48, 52, seed=3)
+
+
+def num_blocks(batch: DecodeBatch) -> int:
     """Room for every step, and for the request that comes by."""
-    return work.num_blocks(BLOCK_SIZE) + 64
+    return batch.num_blocks(BLOCK_SIZE) + 64
 
 
-def without_arrivals(take_step: Step, _: Arrive, steps: Tokens) -> Prepare:
-    """Each repetition is 16 steps."""
-    return lambda repetition: Work(partial(take_steps, take_step, steps_of(steps, repetition)), UNITS_PER_REPETITION)
+def without_arrivals(decoder: Decoder, repetition: int) -> Work:
+    """16 steps."""
+    return Work(partial(take_steps, decoder, repetition), UNITS_PER_REPETITION)
 
 
-def with_arrivals(take_step: Step, arrive: Arrive, steps: Tokens) -> Prepare:
-    """Each repetition is a short request that is admitted, computed and freed, and 16 steps."""
-    prompts = SharedPrefixes(4, 48, 52, seed=3)
+def with_arrivals(decoder: Decoder, repetition: int) -> Work:
+    """A short request that is admitted, computed and freed, and 16 steps."""
+    arrive = decoder.arrival()
 
-    def prepare(repetition: int) -> Work:
-        arrivals = prompts.batch(1)
+    def call() -> None:
+        arrive()
+        take_steps(decoder, repetition)
 
-        def call() -> None:
-            arrive(arrivals)
-            take_steps(take_step, steps_of(steps, repetition))
-
-        return Work(call, UNITS_PER_REPETITION)
-
-    return prepare
+    return Work(call, UNITS_PER_REPETITION)
 
 
-def take_steps(take_step: Step, steps: Tokens) -> None:
-    """Take one step after the other."""
-    for tokens in steps:
-        take_step(tokens)
-
-
-def steps_of(steps: Tokens, repetition: int) -> Tokens:
-    """The tokens of one repetition, `[16, num_sequences]`."""
-    return steps[repetition * STEPS_PER_REPETITION :][:STEPS_PER_REPETITION]
-
-
-def ns_per_sequence(rounds: list[dict[str, Timing]], name: str) -> float:
-    """Median over repetitions of the mean over their steps."""
-    samples = [sample for timings in rounds for sample in timings[name].samples_ns]
-    return statistics.median(samples)
+def take_steps(decoder: Decoder, repetition: int) -> None:
+    """Take the steps of one repetition, one after the other."""
+    start = repetition * STEPS_PER_REPETITION
+    for n in range(start, start + STEPS_PER_REPETITION):
+        decoder.take_step(n)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["AtMost", "AtMostTimes", "Options", "Row", "Target", "TimesFaster", "main", "table"]
+__all__ = [
+    "LEANEST",
+    "AtMost",
+    "AtMostTimes",
+    "Options",
+    "Row",
+    "Target",
+    "TimesFaster",
+    "machine",
+    "machine_line",
+    "main",
+    "table",
+]
 
+LEANEST = "  against the leanest form we could write"
 TRACE_VARIABLE = "KVIST_BENCH_TRACE"
 
 
@@ -83,7 +96,10 @@ class TimesFaster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured line. `target` None: shown for information; `goal` is what we would like to reach, in `unit`."""
+    """One measured line. `target` None: shown for information; `goal` is what we would like to reach, in `unit`.
+
+    `ratio_as` gives a line without a target its ratio in the sense of another line's target.
+    """
 
     name: str
     value: float
@@ -91,21 +107,21 @@ class Row:
     reference: float
     reference_name: str
     target: Target | None = None
+    ratio_as: Target | None = None
     goal: float | None = None
     note: str = ""
 
     @property
     def ratio(self) -> float:
-        if self.target is None:
-            return self.value / self.reference
-        return self.target.ratio(self.value, self.reference)
+        sense = self.target or self.ratio_as
+        return self.value / self.reference if sense is None else sense.ratio(self.value, self.reference)
 
     @property
     def holds(self) -> bool | None:
         return None if self.target is None else self.target.holds(self.value, self.reference)
 
     def as_json(self) -> dict[str, str | float | bool | None]:
-        """The row as plain values; `ratio` is in the sense of `target`; without one, value to reference."""
+        """The row as plain values; `ratio` is in the sense of `target` or `ratio_as`; without, value to reference."""
         return {
             "name": self.name,
             "value": self.value,
@@ -142,9 +158,9 @@ def main(benchmark: str, measure: Callable[[Options], list[Row]], description: s
     rows = measure(Options(quick=arguments.quick, trace=arguments.trace))
     records = [row.as_json() for row in rows]
     if arguments.json:
-        print(json.dumps({"benchmark": benchmark, "quick": arguments.quick, **versions(), "rows": records}, indent=2))
+        print(json.dumps({"benchmark": benchmark, "quick": arguments.quick, **machine(), "rows": records}, indent=2))
     else:
-        print(table(records))
+        print(f"{machine_line(machine())}\n\n{table(records)}")
 
 
 def trace_from_environment() -> Path | None:
@@ -153,9 +169,33 @@ def trace_from_environment() -> Path | None:
     return Path(path) if path else None
 
 
-def versions() -> dict[str, str]:
-    """What the numbers were measured on."""
-    return {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
+def machine() -> dict[str, str | int]:
+    """What the numbers were measured on; the kind of processor is known on Linux only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "processor": facts.get("model name", "unknown"),
+        "cores": os.cpu_count() or 0,
+        "sha_instructions": sha_instructions(facts.get("flags") or facts.get("Features") or ""),
+    }
+
+
+def sha_instructions(flags: str) -> str:
+    """Whether the processor hashes SHA-256 in hardware, by the flags that Linux lists."""
+    return "unknown" if not flags else "yes" if {"sha_ni", "sha2"} & set(flags.split()) else "no"
+
+
+def machine_line(facts: dict[str, str | int]) -> str:
+    """The machine in one line."""
+    software = f"Python {facts['python']}, NumPy {facts['numpy']}"
+    hardware = f"{facts['processor']}, {facts['machine']}, {facts['cores']} cores"
+    return f"{software}; {hardware}, SHA instructions: {facts['sha_instructions']}"
 
 
 def table(records: Sequence[dict[str, str | float | bool | None]]) -> str:

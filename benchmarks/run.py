@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from report import table
+from report import machine, machine_line, table
 
 BENCHMARKS = ("match", "admit", "decode", "scale", "import")
 
@@ -27,6 +27,8 @@ def main() -> None:
         ["--trace", str(arguments.trace)] if arguments.trace else []
     )
     results = {}
+    if not arguments.json:
+        print(machine_line(machine()))
     for name in BENCHMARKS:
         results[name] = result = run(name, passed_on)
         if not arguments.json:

@@ -16,6 +16,7 @@ __all__ = [
     "PrefixForest",
     "SharedPrefixes",
     "Tokens",
+    "as_lists",
     "expand_ids",
     "random_tokens",
     "read_trace",
@@ -29,6 +30,11 @@ VOCABULARY = 128_000
 def random_tokens(rng: np.random.Generator, num_tokens: int) -> Tokens:
     """A prompt that shares nothing with any other, int32 `[num_tokens]`."""
     return rng.integers(0, VOCABULARY, num_tokens, dtype=np.int32)
+
+
+def as_lists(prompts: Sequence[Tokens]) -> list[list[int]]:
+    """The same prompts as lists of ints."""
+    return [prompt.tolist() for prompt in prompts]
 
 
 class SharedPrefixes:

@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 
 from harness import Work, again, interleave
 from kvist import AttentionSpec, CacheConfig, KVCacheManager
-from references import BlockChainIndex, ObjectPerBlockManager, block_digests, bytes_agree
-from report import AtMost, AtMostTimes, Row, TimesFaster, table
+from references.field import Block as FieldBlock
+from references.field import BlockMap, FieldManager, FreeQueue, Request, block_hash
+from references.lean import BlockChainIndex, ObjectPerBlockManager, block_digests, bytes_agree
+from report import AtMost, AtMostTimes, Row, TimesFaster, machine, machine_line, sha_instructions, table
+from subjects import admit_field, serve_field, step_field
 from workloads import DecodeBatch, PrefixForest, SharedPrefixes, expand_ids, random_tokens, read_trace, synthetic_trace
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -71,17 +75,203 @@ def assert_queue_is_whole(manager):
     assert all(block.digest == digest for digest, block in manager.cached.items())
 
 
+def field(num_blocks, block_size=2, **options):
+    """The field's manager; it keeps one block more, as its null block."""
+    return FieldManager(num_blocks + 1, block_size, **options)
+
+
+def queued(pool):
+    """Walk the free queue both ways; returns the blocks in order."""
+    forward, block = [], pool.free_queue.head.next
+    while block is not pool.free_queue.tail:
+        forward.append(block)
+        assert block.next.previous is block
+        block = block.next
+    return forward
+
+
+def assert_field_is_whole(manager):
+    """The queue has the blocks nobody holds, each once; the map has what the blocks say, and nothing else."""
+    pool = manager.pool
+    free = queued(pool)
+    assert len(free) == len(set(map(id, free))) == pool.num_free_blocks
+    assert {id(block) for block in pool.blocks[1:] if not block.num_references} == set(map(id, free))
+    found = pool.block_map.by_key.items()
+    published = {
+        (key, id(block))
+        for key, value in found
+        for block in (value if isinstance(value, dict) else {0: value}).values()
+    }
+    assert published == {(block.key, id(block)) for block in pool.blocks if block.key}
+
+
+def hit_ids(manager, tokens):
+    """Block ids that a new request with these tokens would start with."""
+    blocks, num_tokens = manager.computed_blocks(Request("probe", list(tokens), manager.block_size))
+    (found,) = blocks.block_ids()
+    assert num_tokens == len(found) * manager.block_size
+    return found
+
+
 @pytest.mark.parametrize("block_size", [2, 4])
 @pytest.mark.parametrize("num_blocks", [1000, 40])
-def test_objects_find_as_much_as_kvist_also_when_blocks_are_evicted(block_size, num_blocks):
+def test_the_references_find_as_much_as_kvist_also_when_blocks_are_evicted(block_size, num_blocks):
     if num_blocks * block_size < 160:
         num_blocks = 160 // block_size
-    ours, objects = kvist(num_blocks, block_size), ObjectPerBlockManager(num_blocks, block_size)
+    ours, lean, fields = (
+        kvist(num_blocks, block_size),
+        ObjectPerBlockManager(num_blocks, block_size),
+        field(num_blocks, block_size),
+    )
     prompts = shared_prefix_prompts(block_size, 300, block_size)
-    found = [(served(ours, prompt), served(objects, prompt)) for prompt in prompts]
-    assert [pair[0] for pair in found] == [pair[1] for pair in found]
-    assert sum(pair[0] for pair in found) > 300
-    assert_queue_is_whole(objects)
+    found = [served(ours, prompt) for prompt in prompts]
+    assert sum(found) > 300
+    assert [served(lean, prompt) for prompt in prompts] == found
+    assert [serve_field(fields, [prompt.tolist()]) for prompt in prompts] == found
+    assert_queue_is_whole(lean)
+    assert_field_is_whole(fields)
+
+
+def test_the_field_hashes_parent_tokens_and_extra_keys():
+    plain, adapted, salted = (
+        Request("r", [0, 1, 2, 3, 4, 5, 6], 3, **keys).block_hashes for keys in ({}, {"adapter": "a"}, {"salt": "s"})
+    )
+    assert len(plain) == 2
+    assert plain[1] == block_hash(plain[0], (3, 4, 5), None)
+    assert adapted[1] == block_hash(adapted[0], (3, 4, 5), ("a",))
+    assert salted[1] == block_hash(salted[0], (3, 4, 5), None)
+    assert len({plain[0], adapted[0], salted[0]}) == 3
+
+
+def test_a_field_request_hashes_a_block_when_its_last_token_is_appended():
+    whole = Request("whole", [1, 2, 3, 4, 5], 2)
+    grown = Request("grown", [1], 2)
+    counts = []
+    for token in (2, 3, 4, 5):
+        grown.append(token)
+        counts.append(len(grown.block_hashes))
+    assert counts == [1, 1, 2, 2]
+    assert (grown.block_hashes, grown.tokens, grown.output_tokens) == (whole.block_hashes, whole.tokens, [2, 3, 4, 5])
+
+
+def test_the_field_gives_out_unpublished_blocks_first_and_published_ones_last_from_the_tail():
+    manager = field(10, 16)
+    common = [token for token in range(3) for _ in range(16)]
+    first, _ = admit_field(manager, common + [3] * 7)
+    second, num_hit_tokens = admit_field(manager, common + [4] * 5)
+    assert manager.block_ids(first) == ([1, 2, 3, 4],)
+    assert (num_hit_tokens, manager.block_ids(second)) == (48, ([1, 2, 3, 5],))
+    manager.free(first)
+    manager.free(second)
+    assert [block.block_id for block in queued(manager.pool)] == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert hit_ids(manager, [*common, 9]) == [1, 2, 3]
+    third, _ = admit_field(manager, list(range(100, 100 + 8 * 16)))
+    assert manager.block_ids(third) == ([5, 4, 6, 7, 8, 9, 10, 3],)
+    assert hit_ids(manager, [*common, 9]) == [1, 2]
+    assert_field_is_whole(manager)
+
+
+def test_the_field_refuses_what_does_not_fit_and_changes_nothing():
+    manager = field(4)
+    running, _ = admit_field(manager, [1, 2, 3, 4, 5])
+    waiting = Request("waiting", [1, 2, 6, 7, 8, 9], 2)
+    hits, num_hit_tokens = manager.computed_blocks(waiting)
+    assert num_hit_tokens == 2
+    assert manager.allocate_slots(waiting, 4, num_hit_tokens, hits) is None
+    assert [manager.pool.blocks[i].num_references for i in range(1, 5)] == [1, 1, 1, 0]
+    with pytest.raises(RuntimeError, match="4 tokens do not fit"):
+        admit_field(manager, [1, 2, 6, 7, 8, 9])
+    with pytest.raises(ValueError, match="must be positive"):
+        manager.allocate_slots(running, 0)
+    with pytest.raises(ValueError, match="2 blocks are needed, but only 1 are free"):
+        manager.pool.new_blocks(2)
+    assert_field_is_whole(manager)
+
+
+def test_the_field_counts_hits_that_are_free_lookahead_reserve_and_watermark_as_needed():
+    manager = field(4, watermark=0.25)
+    serve_field(manager, [[1, 2, 3, 4]])
+    request = Request("r", [1, 2, 3, 4, 5, 6], 2)
+    hits, num_hit_tokens = manager.computed_blocks(request)
+    allocate = partial(manager.allocate_slots, request, 2, num_hit_tokens, hits)
+    assert num_hit_tokens == 4
+    assert allocate(num_lookahead_tokens=2) is None
+    assert allocate(num_reserved_blocks=1) is None
+    assert allocate(others_run=False, num_lookahead_tokens=3) is None
+    (new,) = allocate().blocks
+    assert [block.key is not None for block in new] == [True]
+    assert manager.allocate_slots(request, 2, num_lookahead_tokens=0) is manager.no_blocks
+
+
+def test_a_field_decode_step_takes_a_block_at_a_boundary_and_publishes_the_one_that_is_full():
+    manager = field(8)
+    requests = [admit_field(manager, prompt)[0] for prompt in ([1, 2, 3], [5, 6])]
+    for tokens in ([4, 7], [9, 8]):
+        step_field(manager, requests, tokens)
+    assert [request.num_computed_tokens for request in requests] == [5, 4]
+    assert [len(manager.block_ids(request)[0]) for request in requests] == [3, 2]
+    assert hit_ids(manager, [1, 2, 3, 4, 0]) == manager.block_ids(requests[0])[0][:2]
+    assert hit_ids(manager, [5, 6, 7, 8, 0]) == manager.block_ids(requests[1])[0]
+    with pytest.raises(RuntimeError, match="no block is free"):
+        for token in range(20, 40):
+            step_field(manager, requests, [token, token])
+    assert_field_is_whole(manager)
+
+
+def test_the_field_keeps_equal_blocks_apart_and_shares_hits_over_all_groups():
+    manager = field(12, num_groups=2)
+    first, _ = admit_field(manager, [1, 2, 3])
+    copy = Request("copy", [1, 2, 3], 2)
+    manager.allocate_slots(copy, 3)
+    assert manager.block_ids(first) == ([1, 2], [3, 4])
+    assert manager.block_ids(copy) == ([5, 6], [7, 8])
+    probe = Request("probe", [1, 2, 9], 2)
+    assert manager.computed_blocks(probe)[0].block_ids() == ([1], [3])
+    manager.free(first)
+    serve_field(manager, [[7] * 8])
+    assert manager.computed_blocks(probe)[0].block_ids() == ([5], [7])
+    assert_field_is_whole(manager)
+
+
+def test_the_free_queue_keeps_the_order_that_it_is_given():
+    blocks = [FieldBlock(i) for i in range(6)]
+    queue = FreeQueue(blocks[:1])
+    queue.prepend_n(blocks[4:6])
+    queue.prepend_n(blocks[1:3])
+    queue.append_n([])
+    queue.prepend_n([])
+    queue.remove(blocks[5])
+    with pytest.raises(RuntimeError, match="block 5 is not in the queue"):
+        queue.remove(blocks[5])
+    queue.append_n(blocks[5:])
+    assert [block.block_id for block in queue.popleft_n(5)] == [1, 2, 4, 0, 5]
+    assert queue.num_blocks == 0
+    with pytest.raises(AssertionError):
+        queue.popleft_n(1)
+
+
+def test_the_block_map_finds_the_first_of_equal_blocks():
+    blocks, block_map = [FieldBlock(i) for i in range(3)], BlockMap()
+    for block in blocks:
+        block_map.insert(b"key", block)
+    found = []
+    for block in blocks:
+        found.append(block_map.find(b"key").block_id)
+        block_map.remove(b"key", block.block_id)
+    assert found == [0, 1, 2]
+    assert block_map.find(b"key") is None
+
+
+def test_the_report_says_on_what_machine_it_was_made():
+    assert sha_instructions("fpu sse4_2 sha_ni") == sha_instructions("fp asimd sha2") == "yes"
+    assert sha_instructions("fpu sse4_2") == "no"
+    assert sha_instructions("") == "unknown"
+    assert machine_line(machine()).startswith(f"Python {machine()['python']}, NumPy {np.__version__}; ")
+
+
+def test_a_line_without_target_can_have_its_ratio_in_the_sense_of_one():
+    row = Row(name="x", value=2.0, unit="µs", reference=60.0, reference_name="y", ratio_as=TimesFaster(50))
+    assert (row.ratio, row.holds, row.as_json()["target"]) == (30.0, None, None)
 
 
 def test_the_least_recently_used_prefix_goes_first_and_from_its_tail():
@@ -265,6 +455,7 @@ def test_every_benchmark_reports_its_rows_as_json(benchmark, tmp_path):
         assert (row["holds"] is None) == (row["target"] is None)
     if benchmark == "scale":
         assert "small.jsonl" in result["rows"][-1]["note"]
+    assert {"python", "numpy", "processor", "sha_instructions"} <= result.keys()
 
 
 def test_the_summary_counts_targets_and_names_the_missed():

@@ -72,8 +72,8 @@ class CacheConfig:
 
     `layers` share one block table. Memory is given as `num_blocks` or as `memory`, bytes or text such as `"20 GiB"`, of
     which as many whole blocks are made as fit. `policy` names an eviction policy, or is a callable that gives an
-    extent its sort key (the least goes first). `reuse=False` keeps nothing after `free`; `partial_reuse=False` reuses
-    whole blocks only.
+    extent its sort key (the least goes first); what it raises is counted in `Stats.num_policy_failures`. `reuse=False`
+    keeps nothing after `free`; `partial_reuse=False` reuses whole blocks only.
 
     >>> CacheConfig([AttentionSpec(8, 128)] * 32, memory="1 GiB").resolved_num_blocks
     512

@@ -49,8 +49,10 @@ class KVCacheManager(CacheCore):
         self.memory = memory
 
     def _perform_moves(self) -> None:
-        if self._state.moves and self.memory is not None:
-            self.memory.perform(self.take_moves())
+        if not self._state.moves or self.memory is None:
+            return
+        self.memory.perform(self._state.moves)
+        self._state.moves = []
 
     def tables(
         self,

@@ -256,6 +256,17 @@ def test_a_source_evicted_for_other_blocks_of_the_prompt_is_copied_before_they_a
     manager.check()
 
 
+def test_spares_of_other_prompts_that_were_committed_make_room():
+    manager = small(num_blocks=6)
+    twins = [manager.add_sequence([1, 2, 3, 4]) for _ in range(2)]
+    cached(manager, [7, 8])
+    manager.commit(twins)
+    sequence = manager.add_sequence([7, 8, 9, 9, 9, 9])
+    assert sequence.num_cached_tokens == 2
+    assert ids(twins[0]) == ids(twins[1])
+    manager.check()
+
+
 def test_no_row_is_a_different_error_than_no_block():
     manager = small(max_sequences=2)
     manager.add_sequence([1])

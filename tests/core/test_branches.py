@@ -565,3 +565,14 @@ def test_one_beam_is_no_beams():
     sequence = manager.add_sequence([1, 2, 3], num_beams=1)
     assert sequence.beams == [sequence]
     assert manager.fork(computed(manager, [4]))[0].beams != [sequence]
+
+
+def test_what_a_leader_has_committed_is_found_after_its_heir_has_taken_over():
+    manager = small(block_size=4, num_blocks=12)
+    cached(manager, [0] * 8)
+    leader = manager.add_sequence([0] * 8 + [1] * 6, num_beams=2)
+    manager.commit([leader], 12)
+    manager.match_prefix([5] * 9)
+    manager.free(leader)
+    assert manager.match_prefix([0] * 8 + [1] * 6).num_tokens == 12
+    manager.check()

@@ -3,7 +3,7 @@ import random
 import pytest
 from tests.core.small import cached, computed, ids, small
 
-from kvist import ConfigError, Retention
+from kvist import ConfigError, KVCacheManager, Retention
 from kvist.core.eviction import POLICIES, EvictionQueue, policy_named
 
 
@@ -159,6 +159,87 @@ def test_priority_evicts_low_retention_first_and_is_the_default():
     assert survivors(manager, A, B, C) == [A]
 
 
+def timed(*prompts, duration_s=30.0, **settings):
+    """A manager whose clock is a list, with prompts cached that stay at priority 80 for so long."""
+    now = [0.0]
+    config = small(partial_reuse=False, **settings).config
+    manager = KVCacheManager(config, clock=lambda: now[0])
+    for prompt in prompts:
+        cached(manager, prompt, retention=Retention([(0, None, 80, duration_s)]))
+    return manager, now
+
+
+def test_a_priority_ends_after_its_time_and_counts_as_used_then():
+    manager, now = timed(A)
+    cached(manager, B)
+    now[0] = 29.0
+    manager.evict(1)
+    assert survivors(manager, A, B) == [A]
+    cached(manager, B)
+    now[0] = 30.0
+    manager.evict(1)
+    assert survivors(manager, A, B) == [A]
+    cached(manager, C)
+    manager.evict(1)
+    assert survivors(manager, A, C) == [C]
+
+
+def test_a_use_begins_the_time_of_a_priority_anew():
+    manager, now = timed(A)
+    now[0] = 20.0
+    cached(manager, [*A, 0])
+    now[0] = 40.0
+    cached(manager, B)
+    manager.evict(1)
+    assert survivors(manager, A, B) == [A]
+    manager.check()
+
+
+def test_priorities_of_one_chain_may_end_at_the_same_time():
+    manager, now = timed()
+    cached(manager, [1, 2, 3, 4], retention=Retention([(0, 2, 80, 30.0), (2, 4, 70, 30.0)]))
+    manager.check()
+    cached(manager, B)
+    now[0] = 30.0
+    manager.evict(1)
+    assert survivors(manager, [1, 2, 3, 4], B) == [[1, 2, 3, 4]]
+    assert {extent.priority for extent in manager._state.tree.extents()} == {35}
+    manager.check()
+
+
+def priorities(manager):
+    return {bytes(extent.tokens)[0]: extent.priority for extent in manager._state.tree.extents()}
+
+
+def test_a_prompt_and_what_is_generated_after_it_are_kept_each_in_its_way():
+    manager = small()
+    sequence = computed(manager, [1, 2, 3, 4], retention=Retention([(0, 2, 80, None)], decode_priority=20))
+    manager.stats()
+    manager.append([sequence], [[5, 6]])
+    manager.commit([sequence])
+    manager.stats()
+    assert priorities(manager) == {1: 80, 3: 35, 5: 20}
+    manager.check()
+
+
+def test_what_a_prompt_reuses_is_kept_as_it_asks():
+    manager = small()
+    cached(manager, [1, 2, 3, 4, 5, 6])
+    manager.add_sequence([1, 2, 3, 4, 9], retention=Retention([(0, 2, 80, None), (2, None, 10, None)]))
+    assert priorities(manager) == {1: 80, 3: 10, 5: 35}
+    manager.check()
+
+
+def test_times_that_were_overtaken_by_later_uses_do_not_pile_up():
+    manager, _ = timed(duration_s=3600.0)
+    for _ in range(5000):
+        cached(manager, A, retention=Retention([(0, None, 80, 3600.0)]))
+    assert len(manager._state.tree._expiries) < 3000
+    cached(manager, B)
+    manager.evict(1)
+    assert survivors(manager, A, B) == [A]
+
+
 def test_a_callable_sees_the_extent_and_gives_the_order():
     seen = []
 
@@ -185,12 +266,37 @@ def test_a_callable_may_prefer_what_was_used_last():
     assert survivors(manager, A, B) == [A]
 
 
-def test_policies_go_by_name_or_are_themselves():
+def test_policies_go_by_name_or_are_callables():
     assert set(POLICIES) == {"lru", "lfu", "fifo", "priority"}
     assert policy_named("lru") is POLICIES["lru"]
-    assert policy_named(repr) is repr
+    assert policy_named(lambda extent: extent.hits)(mock_of(hits=3)).key == 3
     with pytest.raises(ConfigError, match="policy is 'mru', must be one of fifo, lfu, lru, priority or a callable"):
         small(policy="mru")
+
+
+def mock_of(**attributes):
+    return type("ExtentLike", (), attributes)()
+
+
+def test_a_policy_that_raises_costs_its_order_and_nothing_else():
+    manager = small(policy=lambda extent: 1 / 0)
+    cached(manager, [1, 2, 3, 4])
+    cached(manager, [5, 6, 7, 8])
+    manager.check()
+    assert manager.evict(3) == 3
+    manager.check()
+    assert manager.num_free_blocks == 8
+    assert manager.stats().num_policy_failures >= 2
+
+
+def test_keys_that_cannot_be_compared_count_as_equal():
+    keys = iter([1, "a", None, (2,), 3.0])
+    manager = small(policy=lambda extent: next(keys))
+    for start in range(0, 10, 2):
+        cached(manager, [start, start + 1])
+    assert manager.evict(5) == 5
+    manager.check()
+    assert manager.stats().num_policy_failures == 0
 
 
 # -- what goes, and from where ----------------------------------------------------------------------------------------

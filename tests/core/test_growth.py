@@ -5,6 +5,7 @@ import pytest
 from tests.core.small import cached, ids, label, refused, small
 
 from kvist import ArgumentError, ArgumentTypeError, NeverFits, OutOfBlocks
+from kvist.core.sequences import MIN_TAIL_TOKENS
 
 
 def batch_of(manager, *prompts):
@@ -195,6 +196,30 @@ def test_reserved_capacity_is_used_before_new_blocks_are_taken():
     assert ids(sequence) == [0, 1, 2]
     manager.append([sequence], [7])
     assert ids(sequence) == [0, 1, 2, 3]
+
+
+def test_a_full_tail_takes_no_block_where_there_is_capacity():
+    length = 3 * MIN_TAIL_TOKENS
+    manager = small(num_blocks=length, max_sequence_length=2 * length)
+    (sequence,) = batch_of(manager, [1])
+    manager.reserve([sequence], length)
+    blocks = ids(sequence)
+    for token in range(length):
+        manager.append(np.array([0]), np.array([token]))
+    assert ids(sequence) == blocks
+    assert sequence.tokens.tolist() == [1, *range(length)]
+    manager.check()
+
+
+def test_every_way_to_grow_is_counted():
+    manager = small()
+    (sequence,) = batch_of(manager, [1, 2])
+    manager.append([sequence], [3])
+    assert manager.stats().num_allocated_blocks == 2
+    manager.append([sequence], [[4, 5]])
+    assert manager.stats().num_allocated_blocks == 3
+    manager.reserve([sequence], 4)
+    assert manager.stats().num_allocated_blocks == 5
 
 
 def test_reserving_is_not_cumulative():

@@ -351,3 +351,37 @@ def test_all_problems_come_at_once_and_too_many_are_only_counted():
     assert len(found) == 21
     assert found[0] == "block 0 has 0 owners: it is lost"
     assert found[-1] == "... and 31 more"
+
+
+def test_a_wrong_count_of_waiting_beams_is_found():
+    manager = small()
+    manager.add_sequence([1, 2, 3], num_beams=2)
+    manager._state.rows.num_waiting = 0
+    assert only(manager) == "0 beams are counted as waiting, 1 are"
+
+
+def test_a_row_that_would_be_published_at_the_wrong_time_is_named():
+    manager = small()
+    sequence = computed(manager, [1, 2, 3])
+    manager._state.rows.publish_due[sequence.row] = 4
+    assert only(manager) == f"{sequence!r}: is to be published from 4 computed tokens on, not 2"
+
+
+def test_a_candidate_that_is_in_no_tree_is_named():
+    manager = small()
+    stray = Extent(cached_extent(manager, [1, 2, 3, 4]), b"", b"", np.zeros((1, 1), np.int32), 0)
+    manager._state.tree.queue.offer(stray)
+    assert "waits to be evicted, and is in no tree" in only(manager)
+
+
+def test_a_row_listed_as_free_twice_is_found():
+    manager = small(max_sequences=3)
+    manager._state.rows._free_rows[0] = manager._state.rows._free_rows[1]
+    assert "rows [1, 1, 0] are listed as free, and [] are live" in problems(manager)
+
+
+def test_a_root_under_another_namespace_is_named():
+    manager = small()
+    cached(manager, [1, 2, 3, 4], namespace=("a",))
+    manager._state.tree.roots[("b",)] = manager._state.tree.roots.pop(("a",))
+    assert only(manager) == "root of namespace ('a',), 0 references: is filed under namespace ('b',)"

@@ -202,6 +202,43 @@ def test_content_that_came_back_makes_no_match_stale():
     assert manager.pin(match).num_tokens == 2
 
 
+@pytest.mark.parametrize("tail", [[], [9, 9]], ids=["whole extent", "part of an extent"])
+def test_a_match_remembers_the_tokens_it_found_whatever_becomes_of_their_extent(tail):
+    manager = small()
+    cached(manager, [1, 2, 3, 4])
+    manager.evict(1)
+    cached(manager, [1, 2, 7, 8, *tail], reuse=False)
+    match = manager.match_prefix([1, 2, 7, 8, 0])
+    assert match.num_tokens == 4
+    manager.evict(1 + len(tail) // 2)
+    cached(manager, [1, 2, 5, 6], reuse=False)
+    assert [extent.num_blocks for extent in manager._state.tree.extents()] == [2]
+    with refused(manager, StaleMatch, "the match had 4 tokens in whole blocks, 2 are left"):
+        manager.pin(match)
+
+
+def test_a_match_finds_what_others_have_committed_since_the_last_look():
+    manager = small(num_blocks=16)
+    sequences = [manager.add_sequence(prompt) for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8])]
+    manager.commit(np.arange(3))
+    assert manager.match_prefix([1, 2, 5, 6, 9]).num_tokens == 4
+    manager.append(sequences, [[9, 10], [11, 12], [13, 14]])
+    manager.commit(np.arange(3))
+    assert manager.match_prefix([7, 8, 13, 14, 0]).num_tokens == 4
+    assert manager.match_prefix([20, 20]).num_tokens == 0
+    assert manager.match_prefix([1, 2, 5, 6, 11, 12, 0]).num_tokens == 6
+    assert manager.match_prefix([1, 2, 3, 4, 9, 10, 0]).num_tokens == 6
+    manager.check()
+
+
+def test_a_match_finds_what_was_committed_by_one_that_began_above_it():
+    manager = small(num_blocks=16)
+    cached(manager, [1, 2])
+    computed(manager, [1, 2, 7, 8], reuse=False)
+    assert manager.match_prefix([1, 2, 7, 8, 9]).num_tokens == 4
+    manager.check()
+
+
 @pytest.mark.parametrize("forget", ["drop", "reset"])
 def test_a_match_of_what_was_forgotten_is_stale(forget):
     manager = small()

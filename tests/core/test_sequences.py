@@ -281,6 +281,14 @@ def test_changing_the_callers_array_of_rows_changes_nothing_remembered():
     assert second.tokens.tolist() == [2, 6]
 
 
+def test_rows_of_another_dtype_with_the_same_bytes_are_other_rows():
+    manager = small()
+    first, second = manager.add_sequence([1]), manager.add_sequence([2])
+    manager.append(np.array([1, 0], np.int32), np.array([5, 6]))
+    manager.append(np.array([1], np.int64), np.array([7]))
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 6], [2, 5, 7])
+
+
 def test_neighbouring_rows_in_order_are_selected_as_a_slice():
     assert Batch(np.array([2, 3, 4])).select == slice(2, 5)
     assert Batch(np.array([3])).select == slice(3, 4)

@@ -180,6 +180,7 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
     state.rows.restore(heir, ours)
     state.rows.restore(sequence, theirs)
     state.rows.set_state(heir, RUNNING)
+    state.note_committed(heir.row)
     rewinding.rewind_own(state, heir, theirs.num_published * state.block_size + len(theirs.tokens) // TOKEN_BYTES)
     state.rows.refresh_limit(heir.row)
     for beam in waiting:

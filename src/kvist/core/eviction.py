@@ -41,9 +41,45 @@ def priority(extent: Extent) -> int:
 POLICIES: dict[str, Policy] = {"lru": lru, "lfu": lfu, "fifo": fifo, "priority": priority}
 
 
+class CallersKey:
+    """A key from a caller's policy. Keys that cannot be compared count as equal, since no order could be right."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __lt__(self, other: CallersKey) -> bool:
+        try:
+            return bool(self.key < other.key)
+        except Exception:
+            return False
+
+
+class CallersPolicy:
+    """A caller's callable as a policy that cannot fail: eviction goes on in the middle of calls that must not.
+
+    What the callable raises is counted in `num_failures` and kept in `last_failure`; such an extent goes in no
+    particular order.
+    """
+
+    def __init__(self, sort_key: Callable[[Extent], Any]) -> None:
+        self._sort_key = sort_key
+        self.num_failures = 0
+        self.last_failure: Exception | None = None
+
+    def __call__(self, extent: Extent) -> CallersKey:
+        try:
+            return CallersKey(self._sort_key(extent))
+        except Exception as failure:
+            self.num_failures += 1
+            self.last_failure = failure
+            return CallersKey(None)
+
+
 def policy_named(policy: str | Policy) -> Policy:
-    """Return the policy of that name, or the callable itself."""
-    return POLICIES[policy] if isinstance(policy, str) else policy
+    """Return the policy of that name, or the callable as one."""
+    return POLICIES[policy] if isinstance(policy, str) else CallersPolicy(policy)
 
 
 class EvictionQueue:
@@ -61,6 +97,11 @@ class EvictionQueue:
         self._heap: list[tuple[Any, int, Extent]] = []
         self._last_ticket = 0
         self.num_candidates = 0
+
+    @property
+    def num_policy_failures(self) -> int:
+        """How often a caller's policy has raised."""
+        return self._policy.num_failures if isinstance(self._policy, CallersPolicy) else 0
 
     def offer(self, extent: Extent) -> None:
         """Make an extent that is not in the queue a candidate, by its key as of now."""

@@ -44,11 +44,7 @@ class Explanation:
 def of_sequence(state: CacheState, sequence: Sequence) -> Explanation:
     """Describe a sequence's blocks: those in the tree by extent, then its own."""
     rows, row = state.rows, sequence.row
-    parts, start = [], 0
-    for extent in (sequence if sequence.leader is None else sequence.leader)._extent.path():
-        use = "committed, for all to share" if extent.key is not None else "committed, for its holders only"
-        parts.append(Part(start, extent.num_tokens, extent.num_blocks, use, extent.references))
-        start += extent.num_tokens
+    parts, start = _shared_parts(state, sequence), rows.published_of[row] * state.block_size
     computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
     own = int(rows.num_blocks[row] - rows.num_published[row])
     if num_tokens > start or own:
@@ -57,6 +53,19 @@ def of_sequence(state: CacheState, sequence: Sequence) -> Explanation:
     return Explanation(
         f"{sequence!r}, {sequence.num_cached_tokens} of its prompt's tokens came from the cache", tuple(parts)
     )
+
+
+def _shared_parts(state: CacheState, sequence: Sequence) -> list[Part]:
+    if sequence.leader is not None:
+        num_blocks = state.rows.published_of[sequence.row]
+        use = "its beam 0's, until that has committed the prompt"
+        return [Part(0, num_blocks * state.block_size, num_blocks, use, 1)] if num_blocks else []
+    parts, start = [], 0
+    for extent in sequence._extent.path():
+        use = "committed, for all to share" if extent.key is not None else "committed, for its holders only"
+        parts.append(Part(start, extent.num_tokens, extent.num_blocks, use, extent.references))
+        start += extent.num_tokens
+    return parts
 
 
 def of_prompt(state: CacheState, prompt: bytes, match: PrefixMatch) -> Explanation:

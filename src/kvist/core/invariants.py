@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.core.extents import Extent
-from kvist.core.sequences import FREE, RUNNING, WAITING, Sequence
+from kvist.core.extents import Extent, Root
+from kvist.core.sequences import FREE, NEVER, RUNNING, WAITING, Sequence
 from kvist.core.state import CacheState
 from kvist.errors import InvariantError
 
@@ -36,6 +36,8 @@ def check(state: CacheState) -> None:
 
 def describe(extent: Extent) -> str:
     """Name an extent by its place in the tree."""
+    if isinstance(extent, Root):
+        return f"root of namespace {extent.namespace!r}, {extent.references} references"
     start = sum(each.num_blocks for each in extent.path()[:-1])
     kind = "extent" if extent.key is not None else "unlisted extent"
     end, ids = start + extent.num_blocks - 1, extent.blocks[0].tolist()[:8]
@@ -85,6 +87,9 @@ def _reference_problems(state: CacheState, extents: list[Extent]) -> Iterator[st
         if extent.references != expected[id(extent)]:
             holders = [repr(sequence) for sequence in state.rows.running() if sequence._extent is extent]
             yield f"{describe(extent)}: {expected[id(extent)]} holders found: {', '.join(holders) or 'no sequence'}"
+    for namespace, root in state.tree.roots.items():
+        if root.namespace != namespace:
+            yield f"{describe(root)}: is filed under namespace {namespace!r}"
     evictable = sum(extent.num_blocks for extent in extents if not extent.references)
     if evictable != state.tree.num_evictable:
         yield f"{state.tree.num_evictable} blocks are counted as evictable, {evictable} are"
@@ -114,6 +119,12 @@ def _queue_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
     queued = Counter(map(id, state.tree.queue.candidates()))
     if state.tree.queue.num_candidates != queued.total():
         yield f"{state.tree.queue.num_candidates} eviction candidates are counted, {queued.total()} are queued"
+    known = set(map(id, extents))
+    yield from (
+        f"{describe(extent)}: waits to be evicted, and is in no tree"
+        for extent in state.tree.queue.candidates()
+        if id(extent) not in known
+    )
     for extent in extents:
         expected = int(extent.parent is not None and not extent.references and not extent.children)
         if queued[id(extent)] != expected:
@@ -129,6 +140,9 @@ def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
         yield f"{sequence!r}: computed <= tokens <= capacity ({rows.capacity(row)}) does not hold"
     if rows.block_table[:, row, num_blocks:].any():
         yield f"{sequence!r}: its table goes on after its {num_blocks} blocks"
+    due = (num_published + 1) * state.block_size if sequence.publishes else NEVER
+    if rows.publish_due[row] != due:
+        yield f"{sequence!r}: is to be published from {rows.publish_due[row]} computed tokens on, not {due}"
     if len(sequence.tokens) != rows.num_tokens[row]:
         yield f"{sequence!r}: {len(sequence.tokens)} token ids are kept"
     tail_end = rows.tail_start(row) + rows.tail_tokens
@@ -150,5 +164,11 @@ def _free_row_problems(state: CacheState) -> Iterator[str]:
     live = {sequence.row for sequence in rows.running()}
     for row in np.flatnonzero((rows.state == FREE) == np.isin(np.arange(len(rows.state)), list(live))).tolist():
         yield f"row {row} is free, and has a sequence"
+    free = rows.free_rows()
+    if len(set(free)) < len(free) or live.intersection(free):
+        yield f"rows {free} are listed as free, and {sorted(live)} are live"
+    waiting = sum(sequence.leader is not None for sequence in rows.running())
+    if rows.num_waiting != waiting:
+        yield f"{rows.num_waiting} beams are counted as waiting, {waiting} are"
     if rows.num_free + len(live) != len(rows.state):
         yield f"{rows.num_free} rows are free and {len(live)} are live, of {len(rows.state)}"

@@ -131,23 +131,20 @@ class CacheCore:
         it gets a copy (a Move). Raises SequenceError if it has fewer tokens, OutOfBlocks if there is no block for the
         copy.
         """
-        self._state.rows.check_running(sequence, "rewind")
+        state, rows = self._state, self._state.rows
+        rows.check_running(sequence, "rewind")
         branches.refuse_waiting(sequence, "rewind")
         row = sequence.row
         n = as_count(num_tokens, "num_tokens")
-        left = self._state.rows.num_tokens.item(row) - n
+        left = rows.tokens_of[row] - n
         if left < 0:
-            raise SequenceError(
-                f"rewind: row {row} has {self._state.rows.num_tokens[row]} tokens, {n} cannot be taken back"
-            )
-        if not self._state.pool.num_free:
-            self._state.publish_committed()
-        if left // self._state.block_size < self._state.rows.num_published[row]:
-            rewinding.rewind_published(self._state, sequence, left)
+            raise SequenceError(f"rewind: row {row} has {rows.tokens_of[row]} tokens, {n} cannot be taken back")
+        if left // state.block_size < rows.published_of[row]:
+            rewinding.rewind_published(state, sequence, left)
         else:
-            rewinding.rewind_own(self._state, sequence, left)
-        self._state.rows.num_computed[row] = min(self._state.rows.num_computed.item(row), left)
-        self._state.rows.refresh_limit(row)
+            rewinding.rewind_own(state, sequence, left)
+        rows.computed_of[row] = min(rows.computed_of[row], left)
+        rows.refresh_limit(row)
         self._perform_moves()
 
     def free(self, sequence: Sequence, *, publish: bool = True) -> None:
@@ -183,19 +180,19 @@ class CacheCore:
         """
         if not isinstance(match, PrefixMatch):
             raise ArgumentTypeError(f"pin: expected a PrefixMatch, got {type(match).__name__}")
-        self._state.publish_committed()
-        root = self._state.tree.roots.get(match.namespace)
-        tokens = match.tokens
-        found = self._state.tree.find(root, tokens, len(tokens), partial=False) if root else None
+        state, tree = self._state, self._state.tree
+        state.publish_committed()
+        root, tokens = tree.roots.get(match.namespace), match.tokens
+        found = tree.find(root, tokens, len(tokens), partial=False) if root else None
         left = found.position // TOKEN_BYTES if found else 0
         if left < match.num_block_tokens:
             raise StaleMatch(
                 f"pin: the match had {match.num_block_tokens} tokens in whole blocks, {left} are left; match again"
             )
-        extent = admission.extent_of(self._state, found) if found else self._state.tree.root(match.namespace)
-        self._state.tree.hold(extent)
+        extent = admission.extent_of(state, found) if found else tree.root(match.namespace)
+        tree.hold(extent)
         pin = Pin(self._release_pin, match.namespace, match.num_block_tokens)
-        self._state.pins[pin] = extent
+        state.pins[pin] = extent
         return pin
 
     def _release_pin(self, pin: Pin) -> None:
@@ -337,7 +334,8 @@ class CacheCore:
     def digest(self) -> str:
         """Return SHA-256 in hex over what is cached, where, and who runs.
 
-        Managers of equal settings that were given the same calls have equal digests, in any process.
+        Managers of equal settings that were given the same calls have equal digests, in any process. To look is a call,
+        too: like `stats`, it publishes what is committed.
         """
         self._state.publish_committed()
         return state_digest(self._state)

@@ -46,16 +46,18 @@ class PrefixMatch:
 class Pin:
     """Keeps `num_tokens` leading tokens of a prefix in the cache until it is released, once."""
 
-    __slots__ = ("_release", "namespace", "num_tokens")
+    __slots__ = ("_release", "is_released", "namespace", "num_tokens")
 
     def __init__(self, release: Callable[[Pin], None], namespace: Namespace, num_tokens: int) -> None:
         self._release = release
         self.namespace = namespace
         self.num_tokens = num_tokens
+        self.is_released = False
 
     def release(self) -> None:
         """End the hold; a second time is a SequenceError."""
         self._release(self)
+        self.is_released = True
 
     def __enter__(self) -> Self:
         return self
@@ -63,4 +65,5 @@ class Pin:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if not self.is_released:
+            self.release()

@@ -202,6 +202,10 @@ class SequenceRows:
         """Rows that no sequence has."""
         return len(self._free_rows)
 
+    def free_rows(self) -> list[int]:
+        """List the rows that no sequence has."""
+        return list(self._free_rows)
+
     def running(self) -> list[Sequence]:
         """List the live sequences, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
@@ -375,7 +379,7 @@ class SequenceRows:
         done = boundary - sequence._earlier_start
         if done >= held:
             sequence._earlier = b""
-            sequence._earlier_start = max(boundary, sequence._earlier_start + held)
+            sequence._earlier_start = boundary
         elif 2 * done >= held:
             sequence._earlier = sequence._earlier[done * TOKEN_BYTES :]
             sequence._earlier_start = boundary

@@ -80,14 +80,21 @@ class CacheState:
                 evictable -= match.child_blocks
         if needed <= free + evictable:
             return
-        holders = f"{len(self.rows.running())} sequences and {len(self.pins)} pins"
+        can = free + evictable
         raise OutOfBlocks(
-            f"{needed} blocks needed, but only {free + evictable} are free or evictable ({held} held by {holders})",
+            f"{needed} blocks needed, but only {can} are free or evictable ({held} held by {self._holders()})",
             needed=needed,
             free=free,
             evictable=evictable,
             held=held,
         )
+
+    def _holders(self) -> str:
+        """Count who holds blocks, and name the sequences that hold most."""
+        sequences = sorted(self.rows.running(), key=lambda sequence: -sequence.num_blocks)
+        largest = ", ".join(f"row {sequence.row} with {sequence.num_blocks}" for sequence in sequences[:3])
+        counts = f"{len(sequences)} sequences and {len(self.pins)} pins"
+        return f"{counts}: {largest}{', ...' if len(sequences) > 3 else ''}" if sequences else counts
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 

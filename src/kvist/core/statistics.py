@@ -34,6 +34,7 @@ class Stats:
     num_allocated_blocks: int
     num_shared_blocks: int
     num_evicted_blocks: int
+    num_policy_failures: int
 
     @property
     def usage(self) -> float:
@@ -91,5 +92,6 @@ class Counters:
             num_pins=num_pins,
             num_extents=sum(1 for _ in tree.extents()),
             num_evicted_blocks=tree.num_evicted,
+            num_policy_failures=tree.queue.num_policy_failures,
             **{name: getattr(self, name) for name in self.__slots__},
         )

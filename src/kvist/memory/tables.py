@@ -126,13 +126,12 @@ def _slots(
 def _check_query(
     rows: SequenceRows, batch: NDArray[np.int64], computed: NDArray[np.int64], query: NDArray[np.int64]
 ) -> None:
-    wrong = query < 0
-    wrong |= computed + query > np.minimum(rows.num_blocks[batch] * rows.block_size, rows.max_tokens)
+    wrong = computed + query > np.minimum(rows.num_blocks[batch] * rows.block_size, rows.max_tokens)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise SequenceError(
             f"tables: row {batch[at]} cannot have {query[at]} query tokens: {computed[at]} of its "
-            f"{rows.num_tokens[batch[at]]} tokens are computed, its blocks hold for {rows.capacity(int(batch[at]))}"
+            f"{rows.num_tokens[batch[at]]} tokens are computed, and it has room for {rows.capacity(int(batch[at]))}"
         )
 
 

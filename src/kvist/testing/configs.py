@@ -10,7 +10,20 @@ from hypothesis import strategies as st
 from kvist.config import AttentionSpec, CacheConfig
 from kvist.core.eviction import POLICIES
 
-__all__ = ["Draft", "Keeping", "cache_configs", "drafts", "keepings", "numbers", "often", "patterns", "rare", "some"]
+__all__ = [
+    "Draft",
+    "Keeping",
+    "cache_configs",
+    "drafts",
+    "few_beams",
+    "keepings",
+    "lefts",
+    "numbers",
+    "often",
+    "patterns",
+    "rare",
+    "some",
+]
 
 # Few, so that prompts meet; two differ in their second byte only, one has all the bits that an id may have.
 TOKEN_IDS = (0, 0, 0, 1, 1, 257, 2**16, 2**31 - 1)
@@ -27,6 +40,8 @@ numbers = st.integers(0, 63)
 some = st.integers(1, 63)
 rare = st.integers(0, 7).map(lambda n: n == 7)
 often = st.integers(0, 7).map(lambda n: n < 7)
+few_beams = st.sampled_from((1, 1, 1, 2, 3))
+lefts = st.sampled_from((0, 0, 0, 0, 1, 2, 7, 18))
 patterns = st.lists(st.sampled_from(TOKEN_IDS), min_size=1, max_size=4)
 drafts: st.SearchStrategy[Draft] = st.tuples(numbers, numbers, patterns, numbers)
 blocks_kept = st.lists(st.tuples(st.sampled_from((0, 35, 80)), st.sampled_from((None, 0.0, 5.0))), max_size=4)

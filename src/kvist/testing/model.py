@@ -54,8 +54,9 @@ class Shadow:
 class Reusable:
     """What a prompt may hit and what it must hit, as sets of prefixes found without any tree.
 
-    A prefix *may* be found once it was committed by a sequence that publishes; it *must* be found from then on
-    until blocks are evicted, and even then while a sequence holds it.
+    A prefix *may* be found once a sequence that publishes has committed it. It *must* be found while such a sequence
+    runs, and after that until blocks are evicted; of a sequence that ends or steps back without publishing, only what a
+    look at the whole cache had published before.
     """
 
     def __init__(self, prefixes: Prefixes, block_size: int, *, partial: bool) -> None:
@@ -66,22 +67,20 @@ class Reusable:
         self._must: dict[Namespace, set[int]] = {}
 
     def publish(self, shadow: Shadow) -> None:
-        """Note that a look at the tree has published the full committed blocks of a sequence."""
+        """Note that the full committed blocks of a sequence have been published."""
         if shadow.publishes and shadow.leader is None:
-            shadow.num_surely_published = shadow.num_computed // self.block_size * self.block_size
-            self._add(shadow, shadow.num_surely_published, shadow.num_surely_published)
+            shadow.num_surely_published = self._full_tokens(shadow)
 
     def leave(self, shadow: Shadow, *, publish: bool) -> None:
         """Note that a sequence ends, leaving all that is computed, or, without `publish`, what was published before."""
         if not shadow.publishes or shadow.leader is not None:
             return
-        full = shadow.num_computed // self.block_size * self.block_size
-        if publish:
-            self._add(
-                shadow, shadow.num_computed if self.partial else full, shadow.num_computed if self.partial else full
-            )
-        else:
-            self._add(shadow, full, shadow.num_surely_published)
+        full = self._full_tokens(shadow)
+        left = shadow.num_computed if self.partial else full
+        num_may, num_must = (left, left) if publish else (full, shadow.num_surely_published)
+        ids = self._ids(shadow, num_may)
+        self._may.setdefault(shadow.namespace, set()).update(ids)
+        self._must.setdefault(shadow.namespace, set()).update(ids[:num_must])
 
     def rewind(self, shadow: Shadow, left: int) -> None:
         """Note that a sequence steps back: what had been published by then stays."""
@@ -97,20 +96,28 @@ class Reusable:
         self._may.pop(namespace, None)
         self._must.pop(namespace, None)
 
-    def bounds(self, namespace: Namespace, prompt: list[int]) -> tuple[int, int]:
-        """Return how many tokens of a prompt must, and how many may be reused: all but the last at most."""
-        ids = self._prefixes.along(namespace, prompt[:-1]).tolist()
-        must, may = (_leading(ids, known.get(namespace, set())) for known in (self._must, self._may))
-        return (
-            (must, may)
-            if self.partial
-            else (must // self.block_size * self.block_size, may // self.block_size * self.block_size)
-        )
+    def bounds(self, namespace: Namespace, prompt: list[int], live: list[Shadow]) -> tuple[int, int]:
+        """Return how many tokens of a prompt must, and how many may be reused, all but the last at most.
 
-    def _add(self, shadow: Shadow, num_may: int, num_must: int) -> None:
-        ids = self._prefixes.along(shadow.namespace, shadow.tokens[: max(num_may, num_must)]).tolist()
-        self._may.setdefault(shadow.namespace, set()).update(ids[:num_may])
-        self._must.setdefault(shadow.namespace, set()).update(ids[:num_must])
+        `live` are the sequences that have not ended.
+        """
+        running: set[int] = set()
+        for shadow in live:
+            if shadow.publishes and shadow.leader is None and shadow.namespace == namespace:
+                running.update(self._ids(shadow, self._full_tokens(shadow)))
+        ids = self._prefixes.along(namespace, prompt[:-1]).tolist()
+        must = _leading(ids, running | self._must.get(namespace, set()))
+        may = _leading(ids, running | self._may.get(namespace, set()))
+        if self.partial:
+            return must, may
+        return must // self.block_size * self.block_size, may // self.block_size * self.block_size
+
+    def _full_tokens(self, shadow: Shadow) -> int:
+        return shadow.num_computed // self.block_size * self.block_size
+
+    def _ids(self, shadow: Shadow, num_tokens: int) -> list[int]:
+        ids: list[int] = self._prefixes.along(shadow.namespace, shadow.tokens[:num_tokens]).tolist()
+        return ids
 
 
 def _leading(ids: list[int], known: set[int]) -> int:

@@ -25,8 +25,7 @@ class PrefixRules(Stage):
     def match_prefix(self, draft: Draft, namespace: bool) -> None:
         """Look a prompt up, and keep the match for later."""
         prompt, space = self.prompt(draft), NAMESPACES[namespace]
-        self.published()
-        must, may = self.reusable.bounds(space, prompt)
+        must, may = self.reusable.bounds(space, prompt, self.live)
         match = self.manager.match_prefix(prompt, namespace=space)
         require(must <= match.num_tokens <= may, f"{match} of {prompt}; {must} tokens must be found, {may} may be")
         require(match.num_block_tokens % self.block_size == 0, "a match of whole blocks ends inside one")
@@ -37,8 +36,8 @@ class PrefixRules(Stage):
     def pin(self, pick: int) -> None:
         """Pin what a match found, if it is still there."""
         match = self.matches[pick % len(self.matches)]
-        self.published()
-        must, may = self.reusable.bounds(match.namespace, [*np.frombuffer(match.tokens, np.int32).tolist(), 0])
+        prompt = [*np.frombuffer(match.tokens, np.int32).tolist(), 0]
+        must, may = self.reusable.bounds(match.namespace, prompt, self.live)
         pinned = self.attempt(lambda: self.manager.pin(match))
         if isinstance(pinned, Pin):
             exact = pinned.num_tokens == match.num_block_tokens <= may
@@ -59,6 +58,7 @@ class PrefixRules(Stage):
     @rule(what=st.sampled_from(("evict", "evict", "wait", "drop", "reset")), n=numbers)
     def maintain(self, what: str, n: int) -> None:
         """Remove cached content by hand, or let time pass: free blocks stay as many."""
+        self.all_published()
         free = self.manager.num_free_blocks
         if what == "evict":
             self.evict(n)
@@ -99,8 +99,7 @@ class PrefixRules(Stage):
     @rule(draft=drafts)
     def look(self, draft: Draft) -> None:
         """Ask all questions; the answers agree with what is held, and asking changes nothing."""
-        self.published()
-        digest = self.manager.digest()
+        digest = self.digest()
         self.require_true_numbers()
         self.require_sharing()
         self.require_true_tables()
@@ -109,7 +108,7 @@ class PrefixRules(Stage):
             require(bool(str(self.manager.explain(shadow.sequence))), "nothing is explained")
         require(bool(str(self.manager.explain(self.prompt(draft)))), "nothing is explained")
         self.manager.match_prefix(self.prompt(draft))
-        require(self.manager.digest() == digest, "looking changed something")
+        require(self.digest() == digest, "looking changed something")
 
     def require_true_numbers(self) -> None:
         """The statistics are what is held, what runs, and what was asked and hit."""
@@ -156,11 +155,11 @@ class PrefixRules(Stage):
         expected, call = REFUSALS[which]
         if (wrong := call(self, pick)) is None:
             return
-        digest = self.manager.digest()
+        digest = self.digest()
         try:
             wrong()
         except expected as error:
             require(isinstance(error, KvistError), f"{which}: {error!r} is no KvistError")
         else:
             raise AssertionError(f"{which}: was not refused")
-        require(self.manager.digest() == digest, f"{which}: was refused, and changed something")
+        require(self.digest() == digest, f"{which}: was refused, and changed something")

@@ -13,7 +13,19 @@ from kvist.core.extents import Namespace
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence, Sequences
 from kvist.errors import KvistError, NeverFits, OutOfRows, SequenceError
-from kvist.testing.configs import Draft, Keeping, drafts, keepings, numbers, often, patterns, rare, some
+from kvist.testing.configs import (
+    Draft,
+    Keeping,
+    drafts,
+    few_beams,
+    keepings,
+    lefts,
+    numbers,
+    often,
+    patterns,
+    rare,
+    some,
+)
 from kvist.testing.model import Shadow, blocks_for
 from kvist.testing.stage import NAMESPACES, Stage, named, require
 
@@ -28,7 +40,7 @@ class SequenceRules(Stage):
     @rule(
         draft=drafts,
         namespace=rare,
-        beams=st.sampled_from((1, 1, 1, 2, 3)),
+        beams=few_beams,
         reuse=often,
         publish=often,
         keeping=keepings,
@@ -43,6 +55,7 @@ class SequenceRules(Stage):
             self.make_room(blocks_for(len(prompt), self.block_size) + beams - 1, beams)
         space, forecast = NAMESPACES[namespace], None
         if self.num_calls % 2:
+            self.all_published()
             forecast = self.manager.forecast().fits(prompt, namespace=space, reuse=reuse, num_beams=beams)
         added = self.add(prompt, space, beams, reuse, publish, self.retention(keeping))
         require(forecast in (None, added), f"the forecast was {forecast} for {len(prompt)} tokens, not {added}")
@@ -57,8 +70,7 @@ class SequenceRules(Stage):
         retention: Retention | None = None,
     ) -> bool:
         """Add a prompt, or prove that there is no room for it; say which."""
-        self.published()
-        must, may = self.reusable.bounds(namespace, prompt) if reuse else (0, 0)
+        must, may = self.reusable.bounds(namespace, prompt, self.live) if reuse else (0, 0)
         added = self.allocate(
             lambda: self.manager.add_sequence(
                 np.array(prompt, np.int32),
@@ -102,13 +114,15 @@ class SequenceRules(Stage):
         for beam in sequence.beams[1:]:
             self.live.append(Shadow(beam, list(prompt), 0, num_blocks, publishes, leader=first))
 
-    @rule(draft=drafts, namespace=rare, publish=often, keeping=keepings)
-    def prefill(self, draft: Draft, namespace: bool, publish: bool, keeping: Keeping) -> None:
-        """Add a prompt and compute it."""
-        prompt = self.prompt(draft)
-        self.make_room(blocks_for(len(prompt), self.block_size), 1)
-        if self.add(prompt, NAMESPACES[namespace], publish=publish, retention=self.retention(keeping)):
-            self.compute(1 << len(self.running()) - 1, 0, by_rows=False)
+    @rule(draft=drafts, namespace=rare, beams=few_beams, publish=often, keeping=keepings, left=lefts)
+    def prefill(
+        self, draft: Draft, namespace: bool, publish: bool, keeping: Keeping, beams: int = 1, left: int = 0
+    ) -> None:
+        """Add a prompt and compute it, all or all but the last few tokens."""
+        prompt, retention = self.prompt(draft), self.retention(keeping)
+        self.make_room(blocks_for(len(prompt), self.block_size) + beams - 1, beams)
+        if self.add(prompt, NAMESPACES[namespace], beams, publish=publish, retention=retention):
+            self.compute(1 << len(self.running()) - 1, left, by_rows=False)
 
     @rule(draft=drafts, namespace=rare, steps=st.integers(0, 4), keeping=keepings)
     def serve(self, draft: Draft, namespace: bool, steps: int, keeping: Keeping) -> None:
@@ -198,7 +212,7 @@ class SequenceRules(Stage):
         require(told == needed, f"{shadow.sequence!r} needs {needed} blocks for {length} tokens, {told} were foreseen")
 
     @precondition(lambda self: self.running())
-    @rule(picks=some, left=st.sampled_from((0, 0, 0, 0, 1, 2, 7, 18)), by_rows=st.booleans())
+    @rule(picks=some, left=lefts, by_rows=st.booleans())
     def compute(self, picks: int, left: int, by_rows: bool) -> None:
         """Write K and V of some sequences, all or all but the last few tokens, and commit them."""
         chosen = self.pick(picks)
@@ -243,20 +257,26 @@ class SequenceRules(Stage):
         """Take tokens back, often across a block boundary."""
         shadow = self.alone()[pick % len(self.alone())]
         left = len(shadow.tokens) - n % (len(shadow.tokens) + 1)
-        refused = self.allocate(lambda: self.manager.rewind(shadow.sequence, len(shadow.tokens) - left))
+        refused = self.attempt(lambda: self.manager.rewind(shadow.sequence, len(shadow.tokens) - left))
         if refused is not None:
             return self.require_no_room(refused, 1, exactly=True)
         self.reusable.rewind(shadow, left)
+        self.count_evictions()  # only now: the copy may have evicted what the sequence has just let go
         shadow.tokens = shadow.tokens[:left]
         shadow.num_computed = min(shadow.num_computed, left)
         shadow.num_blocks = blocks_for(left, self.block_size)
         return None
 
     @precondition(lambda self: self.alone())
-    @rule(pick=numbers, n=st.integers(0, 3))
-    def fork(self, pick: int, n: int) -> None:
-        """Branch a sequence."""
+    @rule(pick=numbers, n=st.integers(0, 3), again=st.booleans())
+    def fork(self, pick: int, n: int, again: bool) -> None:
+        """Branch a sequence, and perhaps the branch, before anything is copied."""
         shadow = self.alone()[pick % len(self.alone())]
+        if self.branch(shadow, n) and again and n:
+            self.branch(self.live[-1], 1)
+
+    def branch(self, shadow: Shadow, n: int) -> bool:
+        """Fork a sequence n times, or prove that it cannot be; say which."""
         forked = self.allocate(lambda: self.manager.fork(shadow.sequence, n))
         private, num_free_rows = self.num_private(shadow), self.config.max_sequences - len(self.live)
         if n > num_free_rows:
@@ -269,6 +289,7 @@ class SequenceRules(Stage):
             require(len(forked) == n, f"{len(forked)} forks, {n} were asked for")
             for child in forked:
                 self.live.append(Shadow.of(child, shadow, blocks_for(len(shadow.tokens), self.block_size)))
+        return not isinstance(forked, KvistError)
 
     @precondition(lambda self: len(self.alone()) > 1)
     @rule(picks=some, seeds=st.lists(numbers, min_size=6, max_size=6))
@@ -277,7 +298,7 @@ class SequenceRules(Stage):
         chosen = [shadow for shadow in self.pick(picks) if shadow in self.alone()]
         chosen = [shadow for shadow in chosen if shadow.namespace == chosen[0].namespace]
         parents = [seed % len(chosen) for seed, _ in zip(seeds, chosen, strict=False)]
-        refused = self.allocate(lambda: self.manager.reorder([shadow.sequence for shadow in chosen], parents))
+        refused = self.attempt(lambda: self.manager.reorder([shadow.sequence for shadow in chosen], parents))
         heirs = {parent: parent if parents[parent] == parent else parents.index(parent) for parent in parents}
         copied = [self.num_private(chosen[parent]) for at, parent in enumerate(parents) if heirs[parent] != at]
         if max(copied, default=0) > 1:
@@ -288,9 +309,14 @@ class SequenceRules(Stage):
             self.reordered(chosen, parents, heirs)
 
     def reordered(self, chosen: list[Shadow], parents: list[int], heirs: dict[int, int]) -> None:
-        """Note what beams are now: the heir of each parent has all its blocks, others those with tokens."""
+        """Note what beams are now: the heir of each parent has all its blocks, others those with tokens.
+
+        What they were is published first, and may then be evicted by the same call.
+        """
         for shadow in chosen:
             self.reusable.publish(shadow)
+            self.reusable.leave(shadow, publish=False)
+        self.count_evictions()
         before = [Shadow.of(shadow.sequence, shadow, shadow.num_blocks) for shadow in chosen]
         for at, parent in enumerate(parents):
             if at != parent:

@@ -21,7 +21,7 @@ from kvist.testing.configs import Draft, cache_configs
 from kvist.testing.model import Reusable, Shadow, blocks_for
 from kvist.testing.token_memory import TokenMemory
 
-__all__ = ["NAMESPACES", "Stage", "named", "require"]
+__all__ = ["BEFORE_EACH_WRITE", "NAMESPACES", "Stage", "named", "require"]
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,7 @@ class Stage(RuleBasedStateMachine):
     """
 
     configs: ClassVar[st.SearchStrategy[CacheConfig]] = cache_configs()
+    deliveries: ClassVar[tuple[str, ...]] = (BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE)
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +50,14 @@ class Stage(RuleBasedStateMachine):
         self.now_s = 0.0
         self._outer_error = sys.exc_info()[1]
 
-    @initialize(data=st.data(), delivery=st.sampled_from((BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE)))
-    def start(self, data: st.DataObject, delivery: str) -> None:
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
         """Make a manager and what is kept beside it."""
         self.config = data.draw(self.configs, label="config")
-        self.block_size, self.delivery = self.config.block_size, delivery
+        self.delivery = data.draw(st.sampled_from(self.deliveries), label="copies are made")
+        self.block_size = self.config.block_size
         self.memory = TokenMemory(self.config)
-        memory = self.memory if delivery == BY_THE_MANAGER else None
+        memory = self.memory if self.delivery == BY_THE_MANAGER else None
         self.manager = self.memory.attach(KVCacheManager(self.config, memory, clock=lambda: self.now_s))
         self.reusable = Reusable(self.memory.prefixes, self.block_size, partial=self.config.partial_reuse)
 
@@ -84,7 +86,7 @@ class Stage(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_contents(self) -> None:
         """Read all that is computed, where the copies it needs have been made or may be made now."""
-        if self.delivery == BEFORE_EACH_WRITE and self.num_calls % 4:
+        if self.delivery == BEFORE_EACH_WRITE and self.num_calls % 10:
             return
         self.deliver()
         for shadow in self.live:
@@ -161,8 +163,8 @@ class Stage(RuleBasedStateMachine):
             held.update(block for each in extent.path() for block in each.blocks[0].tolist())
         return held
 
-    def published(self) -> None:
-        """Note that what follows looks at the tree, and so publishes what is committed."""
+    def all_published(self) -> None:
+        """Note that what follows looks at the whole cache, and so publishes all that is committed."""
         for shadow in self.live:
             self.reusable.publish(shadow)
 
@@ -170,14 +172,19 @@ class Stage(RuleBasedStateMachine):
 
     def attempt(self, call: Callable[[], Result]) -> Result | KvistError:
         """Make a call that may be refused; every third time, prove that a refusal has changed nothing."""
-        digest = self.manager.digest() if self.num_calls % 3 == 0 else None
+        digest = self.digest() if self.num_calls % 3 == 0 else None
         try:
             return call()
         except KvistError as error:
-            require(digest is None or self.manager.digest() == digest, f"{error!r} was raised, and something changed")
+            require(digest is None or self.digest() == digest, f"{error!r} was raised, and something changed")
             return error
         finally:
             self.called()
+
+    def digest(self) -> str:
+        """Return the manager's digest, which publishes all that is committed."""
+        self.all_published()
+        return self.manager.digest()
 
     def allocate(self, call: Callable[[], Result]) -> Result | KvistError:
         """Make a call that may need blocks, and so evict."""

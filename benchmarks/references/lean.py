@@ -1,9 +1,10 @@
-"""What Kvist is measured against, written plainly: memcmp, a SHA-256 block chain, and one Python object per block.
+"""The least one can do: memcmp, a SHA-256 chain over bytes, and one object per block with hardly any bookkeeping.
 
-`ObjectPerBlockManager` works as block managers in Python commonly do: a linked list of free blocks in order of last
-use, a hash chain over full blocks, a reference count per block, and eviction when a free block is given out again. It
-makes the checks that Kvist makes (freed sequences, token ids, counts, room) before anything changes, and keeps the
-block ids that a kernel reads.
+No engine runs this. It says how much of a ratio against `references.field` comes from objects and hashing as such,
+and how much from the field's way of doing it: tokens arrive as int32 arrays, a hash is SHA-256 over the parent digest
+and 64 bytes of the array's memory, there is one call for admission, one for a token, one for publishing, no groups, and
+content that is known already is not published a second time. `ObjectPerBlockManager` makes the checks that Kvist makes
+(freed sequences, token ids, counts, room) before anything changes, and keeps the block ids that a kernel reads.
 """
 
 from __future__ import annotations
