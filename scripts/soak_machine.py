@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import kvist.core.sequences
 from kvist.core.eviction import POLICIES
 from kvist.testing import CacheMachine, cache_configs, cache_machine
+from kvist.testing.configs import ALL_POLICIES, BLOCK_SIZES
 
 EXAMPLES_PER_ROUND = 100
 """Rounds with seeds of their own say how far the run has come."""
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run rounds until done or something is wrong; half of them with tails so short that they overflow."""
     options = parsed(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
-    given: dict[str, Any] = {"policies": options.policy, "block_sizes": options.block_size}
-    configs = cache_configs(**{name: [value] for name, value in given.items() if value is not None})
+    policies = [options.policy] if options.policy else ALL_POLICIES
+    configs = cache_configs(policies, [options.block_size] if options.block_size else BLOCK_SIZES)
     usual, began = kvist.core.sequences.MIN_TAIL_TOKENS, time.perf_counter()
     print(f"seed {seed}: {options.examples} examples of {options.steps} steps", flush=True)
     for number, done in enumerate(range(0, options.examples, EXAMPLES_PER_ROUND)):

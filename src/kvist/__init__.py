@@ -1,6 +1,7 @@
 """Kvist: the KV cache manager for LLM inference, as a library."""
 
 from kvist.config import AttentionSpec, CacheConfig
+from kvist.core.explanation import Explanation, Part
 from kvist.core.forecast import Forecast
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
@@ -22,7 +23,7 @@ from kvist.errors import (
     TransferError,
     WireError,
 )
-from kvist.manager import KVCacheManager
+from kvist.manager import KVCacheManager, Memory
 from kvist.memory.tables import BatchTables
 
 __all__ = [
@@ -32,15 +33,18 @@ __all__ = [
     "BatchTables",
     "CacheConfig",
     "ConfigError",
+    "Explanation",
     "Forecast",
     "InvariantError",
     "KVCacheManager",
     "KvistError",
     "LayoutError",
+    "Memory",
     "Move",
     "NeverFits",
     "OutOfBlocks",
     "OutOfRows",
+    "Part",
     "Pin",
     "PrefixMatch",
     "Retention",

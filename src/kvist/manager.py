@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Protocol
 
@@ -12,18 +12,24 @@ from kvist.config import CacheConfig
 from kvist.core.arguments import as_count, as_counts
 from kvist.core.manager import CacheCore
 from kvist.core.moves import Move
-from kvist.core.sequences import Sequences
-from kvist.errors import ArgumentError, ArgumentTypeError
+from kvist.core.sequences import Sequence, Sequences
+from kvist.errors import ArgumentError, ArgumentTypeError, TransferError
 from kvist.memory.tables import BatchTables, build_tables
 
 __all__ = ["KVCacheManager", "Memory"]
 
 
 class Memory(Protocol):
-    """Holds the bytes of the blocks and performs moves on them."""
+    """Holds the bytes of the blocks; what an engine gives a manager, so that moves are made by the calls that need
+    them.
+    """
 
     def perform(self, moves: list[Move]) -> None:
-        """Perform copies in the order given, before anything that is written or read after this call."""
+        """Make the copies in the order given, before anything that is written or read after this call.
+
+        What it raises reaches the caller as a TransferError. A sequence that was being admitted or forked is ended
+        again; after any other call the moves are kept, and made with those of the next call that needs some.
+        """
 
 
 class KVCacheManager(CacheCore):
@@ -46,13 +52,28 @@ class KVCacheManager(CacheCore):
         self, config: CacheConfig, memory: Memory | None = None, *, clock: Callable[[], float] = monotonic
     ) -> None:
         super().__init__(config, clock)
+        if memory is not None and not callable(getattr(memory, "perform", None)):
+            raise ArgumentTypeError(f"memory is a {type(memory).__name__}, must have perform(moves)")
         self.memory = memory
 
-    def _perform_moves(self) -> None:
+    def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:
         if not self._state.moves or self.memory is None:
             return
-        self.memory.perform(self._state.moves)
+        try:
+            self.memory.perform(self._state.moves)
+        except Exception as error:
+            num_copies = len(self._state.moves)
+            self._end(beam for sequence in new for beam in sequence.beams)
+            raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
         self._state.moves = []
+
+    def _end(self, sequences: Iterable[Sequence]) -> None:
+        """End sequences whose blocks could not be filled, and forget the moves into these blocks."""
+        state = self._state
+        for sequence in sequences:
+            blocks = set(sequence.block_ids[state.rows.published_of[sequence.row] :].tolist())
+            state.moves = [move for move in state.moves if move.destination not in blocks]
+            self.free(sequence, publish=False)
 
     def tables(
         self,

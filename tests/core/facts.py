@@ -27,7 +27,7 @@ MEDIA = "media keys are not part of identity yet"
 TIERS = "there is one tier, the device"
 STORES = "there is no disk and no remote store yet"
 EVENTS = "there are no events yet"
-RETENTION = "priorities and durations by token range come with retention"
+QUOTAS = "there are no quotas and no budgets yet"
 PLANNING = "sizes and capacities are for the planner, which is not there yet"
 SCHEDULING = "what runs in which step is for the scheduler of the engine, not for the cache"
 HASHES = "nothing is identified by a hash here"
@@ -41,8 +41,8 @@ UNKNOWN = "the report gives no order of calls that could be repeated"
 
 REASONS: dict[str, str] = {
     WINDOWS: (
-        "M28 V23 V35 V37 V40 V42 V43 V45 V47 V50 V52 V53 V54 V56 V59 V72 V82 TRT18 TRT24 TRT25 TRT26 TRT27 TRT29 TRT97 "
-        "TRT110 TRT120 TRT124 B007 B086 B087 B095 B097 B098 B099 B101 B102 B103 B105 B106 B107 B109 B110 B191"
+        "M21 M28 V23 V35 V37 V40 V42 V43 V45 V47 V50 V52 V53 V54 V56 V59 V72 V82 TRT18 TRT24 TRT25 TRT26 TRT27 TRT29 "
+        "TRT97 TRT110 TRT120 TRT124 B007 B086 B087 B095 B097 B098 B099 B101 B102 B103 B105 B106 B107 B109 B110 B191"
     ),
     MEDIA: "M24 M27 V27 V32 V77 B053 B054 B055 B057 B058",
     TIERS: (
@@ -55,10 +55,10 @@ REASONS: dict[str, str] = {
         "V76 V78 V80 V81 TRT85 TRT86 TRT87 TRT88 TRT92 TRT93 TRT94 TRT96 TRT100 B167 B169 B170 B171 B173 B174 B175 "
         "B177 B178 B179 B181 B182 B183 B185 B186 B187"
     ),
-    RETENTION: "TRT59 TRT64 TRT74 TRT75 TRT77 TRT78 B130 B233 B234",
-    PLANNING: "V61 V62 V64 TRT30 TRT32 TRT101 TRT107 B213",
+    QUOTAS: "B130 B234",
+    PLANNING: "V61 V62 V64 TRT30 TRT32 TRT101 B213",
     SCHEDULING: "M30 V20 V66 V68 V71 B113 B115 B117 B118 B121 B122 B194",
-    HASHES: "M21 V28 V34 TRT112 B047",
+    HASHES: "V28 V34 B047",
     KERNELS: "TRT8 TRT9 B201",
     NULL: "B006 TRT108 TRT109 TRT111 TRT114",
     RANKS: "B206 B207 B209",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.core.small import cached, computed, ids, moves, small
 
-from kvist import OutOfBlocks, SequenceError
+from kvist import ArgumentError, KVCacheManager, OutOfBlocks, Retention, SequenceError
 from kvist.testing import TokenMemory
 
 
@@ -187,6 +187,101 @@ def test_TRT73_what_was_released_first_is_evicted_first():
     assert found == [(4, 4), (4, 0), (0, 0)]
 
 
+def clocked(num_blocks=4, **settings):
+    """A manager of blocks of 4 tokens, and its clock: a list of one number of seconds."""
+    now = [0.0]
+    manager = small(block_size=4, num_blocks=num_blocks, **settings)
+    return KVCacheManager(manager.config, clock=lambda: now[0]), now
+
+
+def test_TRT59_the_least_priority_goes_first_and_what_its_end_protects_stays():
+    manager, _ = clocked()
+    first = computed(manager, range(8), retention=Retention([(0, 4, 90, None), (4, 8, 10, None)], 20))
+    second = computed(manager, range(8, 16))
+    manager.free(first)
+    manager.free(second)
+    cached(manager, range(16, 24), retention=Retention([(0, None, 20, None)], 20))
+    assert hit(manager, range(8, 16)) == 4  # the first one's tail at 10 went, then a tail at the default of 35
+    assert hit(manager, range(8)) == 4
+
+
+def test_TRT64_a_priority_whose_time_is_over_protects_no_more():
+    manager, now = clocked(num_blocks=8)
+    first = computed(manager, range(12), retention=Retention([(0, None, 80, 0.010)]))
+    second = computed(manager, range(12, 24), retention=Retention([(0, None, 50, None)]))
+    manager.free(first)
+    manager.free(second)
+    now[0] = 0.050
+    cached(manager, [1] * 12)
+    assert manager.add_sequence(range(12, 24)).num_cached_tokens == 11
+
+
+def test_TRT74_of_80_and_5_the_5_goes_first():
+    manager, _ = clocked()
+    cached(manager, [1] * 4, retention=Retention([(0, None, 5, None)]))
+    cached(manager, [2] * 4, retention=Retention([(0, None, 80, None)]))
+    cached(manager, [1] * 4)  # used last, and still at 5: a prompt that asks for nothing changes nothing
+    manager.evict(1)
+    assert (hit(manager, [1] * 5), hit(manager, [2] * 5)) == (0, 4)
+
+
+def test_TRT75_a_duration_counts_from_the_release():
+    manager, now = clocked()
+    sequence = computed(manager, [1] * 4, retention=Retention([(0, None, 80, 1.0)]))
+    now[0] = 100.0
+    manager.free(sequence)
+    for second, gone in ((100.5, [2] * 5), (102.0, [1] * 5)):
+        now[0] = second
+        cached(manager, [2] * 4, retention=Retention([(0, None, 50, None)]))
+        manager.evict(1)
+        assert hit(manager, gone) == 0
+    assert hit(manager, [2] * 5) == 4
+
+
+@pytest.mark.parametrize(
+    ("ranges", "block_size", "num_tokens", "priorities"),
+    [
+        ([(0, 64, 80), (64, 128, 50)], 64, 256, [80, 50, 35, 35]),
+        ([(0, 63, 80), (63, 127, 30)], 32, 127, [80, 80, 30, 30]),
+        ([(0, 1, 80), (1, 2, 5)], 32, 128, [80, 35, 35, 35]),
+        ([(0, 128, 80)], 256, 192, [80]),
+        ([(0, 65, 80), (65, 129, 30)], 64, 192, [80, 80, 30]),
+        ([(0, 64, 80), (129, None, 50)], 64, 256, [80, 35, 35, 50]),
+        ([(0, 64, 80), (66, 67, 50)], 64, 256, [80, 35, 35, 35]),
+        ([(127, 193, 80)], 64, 256, [35, 35, 80, 80]),
+        ([(127, 193, 80)], 64, 32, [35]),
+        ([(1, None, 80)], 64, 128, [35, 80]),
+    ],
+)
+def test_TRT77_a_block_is_kept_as_the_range_that_holds_its_first_token(ranges, block_size, num_tokens, priorities):
+    manager = small(block_size=block_size, num_blocks=8, max_sequence_length=1024)
+    retention = Retention([(*each, None) for each in ranges])
+    sequence = manager.add_sequence(range(num_tokens), retention=retention)
+    found = []
+    for stop, keep in sequence._keeps(0, len(priorities)):
+        found += [keep.priority] * (stop - len(found))
+    assert found == priorities
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[(0, None, 80, None), (64, 128, 80, None)], [(64, 32, 80, None)], [(0, 64, 80, None), (30, 128, 80, None)]],
+)
+def test_TRT78_ranges_that_are_open_reversed_or_overlap_are_refused(ranges):
+    with pytest.raises(ArgumentError, match="retention"):
+        Retention(ranges)
+
+
+# -- I: capacity ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block_size", "expected"), [(1, 1152), (64, 18)])
+def test_TRT107_prompt_and_generated_tokens_need_what_is_allocated_and_what_is_told(block_size, expected):
+    manager = small(block_size=block_size, num_blocks=2048, max_sequence_length=4096)
+    sequence = manager.add_sequence(range(1024))
+    assert sequence.num_blocks + manager.blocks_needed_to_completion(sequence, 128) == expected
+
+
 # -- G: partial copies ------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +304,16 @@ def test_TRT79_TRT80_TRT81_three_tokens_of_a_block_in_use_are_copied_and_no_more
 
 
 # -- J: the tree ------------------------------------------------------------------------------------------------------
+
+
+def test_TRT112_all_of_a_partly_filled_block_is_found_as_a_part_of_one():
+    manager = small(block_size=4, num_blocks=8)
+    cached(manager, [1, 2])
+    match = manager.match_prefix([1, 2, 3])
+    assert (match.num_block_tokens, match.num_partial_tokens) == (0, 2)
+    cached(manager, [1, 2, 3, 4])
+    match = manager.match_prefix([1, 2, 3, 4, 5])
+    assert (match.num_block_tokens, match.num_partial_tokens) == (4, 0)
 
 
 def test_TRT113_a_block_that_agrees_in_three_of_four_tokens_gives_three():

@@ -19,6 +19,7 @@ from kvist import (
     KVCacheManager,
     NeverFits,
     OutOfBlocks,
+    Retention,
     SequenceError,
     StaleMatch,
 )
@@ -124,13 +125,13 @@ def test_B011_a_pinned_block_is_not_free_and_is_free_once_after():
 def test_B013_what_has_ended_is_gone_without_the_garbage_collector():
     manager = blocks_of_4(64)
     gc.collect()
-    of_others = {id(extent) for extent in gc.get_objects() if isinstance(extent, Extent)}
+    of_others = {id(extent) for extent in gc.get_objects() if type(extent) is Extent}
     gc.disable()
     try:
         for start in range(1000):
             cached(manager, range(start, start + 7))
         manager.reset()
-        left = [each for each in gc.get_objects() if isinstance(each, Extent) and id(each) not in of_others]
+        left = [each for each in gc.get_objects() if type(each) is Extent and id(each) not in of_others]
         assert left == []
         gone = weakref.ref(manager)
         del manager
@@ -679,6 +680,21 @@ def test_B229_what_runs_on_after_its_namespace_was_dropped_is_never_found():
 
 
 # -- P: what users ask for --------------------------------------------------------------------------------------------
+
+
+def test_B233_what_is_to_stay_stays_until_its_time_is_over():
+    now = [0.0]
+    manager = KVCacheManager(blocks_of_4(4).config, clock=lambda: now[0])
+    cached(manager, range(8), retention=Retention([(0, None, 80, 5.0)]))
+    cached(manager, range(10, 18))
+    first = manager.add_sequence(range(20, 28))
+    assert (hit(manager, range(9)), hit(manager, range(10, 19))) == (8, 0)
+    manager.free(first)  # computed nothing, leaves nothing
+    computed(manager, range(30, 38), retention=Retention([(0, None, 50, None)]))
+    assert hit(manager, range(9)) == 8
+    now[0] = 6.0
+    manager.add_sequence(range(40, 48))
+    assert hit(manager, range(9)) == 0
 
 
 def test_B235_a_pin_is_its_owners_own():

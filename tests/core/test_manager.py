@@ -5,7 +5,17 @@ import pytest
 from tests.core.small import books, cached, computed, ids, label, refused, small
 
 import kvist
-from kvist import ArgumentError, ArgumentTypeError, KVCacheManager, KvistError, Move, SequenceError, TransferError
+from kvist import (
+    ArgumentError,
+    ArgumentTypeError,
+    AttentionSpec,
+    CacheConfig,
+    KVCacheManager,
+    KvistError,
+    Move,
+    SequenceError,
+    TransferError,
+)
 
 # -- evict, drop, reset -----------------------------------------------------------------------------------------------
 
@@ -498,3 +508,64 @@ def test_row_arrays_are_as_long_as_there_may_be_sequences():
     for array in (manager.num_tokens, manager.num_computed_tokens, manager.row_version):
         assert array.shape == (5,)
         assert array.dtype == np.int64
+
+
+class FailingMemory:
+    """A memory that can be told to fail."""
+
+    def __init__(self):
+        self.fails = True
+        self.made = []
+
+    def perform(self, moves):
+        if self.fails:
+            raise OSError("no such device")
+        self.made += moves
+
+
+def manager_with(memory):
+    config = CacheConfig([AttentionSpec(1, 1)], 2, 8, max_sequences=8, max_sequence_length=64)
+    return KVCacheManager(config, memory=memory)
+
+
+def test_a_prompt_whose_copy_cannot_be_made_is_not_admitted():
+    manager = manager_with(FailingMemory())
+    cached(manager, [1, 2, 3, 4])
+    with pytest.raises(TransferError, match="could not make 1 copies: OSError"):
+        manager.add_sequence([1, 2, 3, 9], num_beams=2)
+    assert (manager.stats().num_sequences, manager.num_free_blocks) == (0, 8)
+    assert manager.take_moves() == []
+    manager.check()
+    manager.reset()
+
+
+def test_a_fork_whose_copy_cannot_be_made_does_not_come_about():
+    manager = manager_with(FailingMemory())
+    sequence = computed(manager, [1, 2, 3])
+    with pytest.raises(TransferError):
+        manager.fork(sequence, 2)
+    assert (manager.stats().num_sequences, manager.num_free_blocks) == (1, 6)
+    manager.check()
+
+
+def test_the_copy_of_a_rewind_that_failed_is_made_with_the_next():
+    memory = FailingMemory()
+    manager = manager_with(memory)
+    sequence = computed(manager, [1, 2, 3, 4])
+    assert manager.num_free_blocks == 6
+    other = manager.add_sequence([1, 2, 3, 4, 5])
+    with pytest.raises(TransferError):
+        manager.rewind(sequence, 1)
+    assert sequence.tokens.tolist() == [1, 2, 3]
+    with pytest.raises(TransferError):
+        manager.add_sequence([1, 2, 3, 4, 8])
+    memory.fails = False
+    manager.commit([other])
+    assert [(move.source, move.num_tokens) for move in memory.made] == [(1, 1)]
+    manager.check()
+
+
+@pytest.mark.parametrize(("options", "says"), [({"memory": 3}, "perform"), ({"clock": 3}, "clock is a int")])
+def test_what_cannot_be_a_memory_or_a_clock_is_refused_at_once(options, says):
+    with pytest.raises(ArgumentTypeError, match=says):
+        KVCacheManager(CacheConfig([AttentionSpec(1, 1)], 2, 8), **options)

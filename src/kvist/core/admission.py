@@ -117,9 +117,9 @@ def _note_cached(
 
 def _keep_reused(state: CacheState, sequence: Sequence, num_reused: int) -> None:
     """Let what a sequence reuses be kept as it asks, which cuts extents where that changes."""
-    for stop, _ in list(sequence.keeps(0, num_reused))[:-1]:
+    for stop, _ in list(sequence._keeps(0, num_reused))[:-1]:
         extent_ending_at(state, sequence, stop)
-    runs = iter(sequence.keeps(0, num_reused))
+    runs = iter(sequence._keeps(0, num_reused))
     stop, keep = next(runs)
     end = 0
     for extent in sequence._extent.path():

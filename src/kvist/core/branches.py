@@ -150,7 +150,7 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
 def start_beams(state: CacheState, leader: Sequence) -> None:
     """Turn the beams that wait for a leader into forks of it, if all of the prompt is committed by now."""
     rows = state.rows
-    waiting = leader.waiting_beams()
+    waiting = leader._waiting_beams()
     if not waiting or rows.num_computed[leader.row] < rows.num_tokens[waiting[0].row]:
         return
     num_full, rest = divmod(int(rows.num_tokens[waiting[0].row]), state.block_size)
@@ -170,7 +170,7 @@ def start_beams(state: CacheState, leader: Sequence) -> None:
 def leave_beams(state: CacheState, sequence: Sequence) -> None:
     """Take a sequence that is about to be freed out of its beams; the first that waits for it takes its place."""
     assert sequence._beams is not None
-    waiting = sequence.waiting_beams()
+    waiting = sequence._waiting_beams()
     sequence._beams.remove(sequence)
     sequence._beams = None
     if not waiting:
@@ -189,5 +189,5 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
 
 def refuse_waiting(sequence: Sequence, call: str) -> None:
     """Raise SequenceError if beams wait for the sequence's prompt to be committed."""
-    if waiting := sequence.waiting_beams():
+    if waiting := sequence._waiting_beams():
         raise SequenceError(f"{call}: {len(waiting)} beams wait until {sequence!r} has committed the whole prompt")

@@ -66,14 +66,14 @@ class CallersPolicy:
     def __init__(self, sort_key: Callable[[Extent], Any]) -> None:
         self._sort_key = sort_key
         self.num_failures = 0
-        self.last_failure: Exception | None = None
+        self.last_failure = ""
 
     def __call__(self, extent: Extent) -> CallersKey:
         try:
             return CallersKey(self._sort_key(extent))
         except Exception as failure:
             self.num_failures += 1
-            self.last_failure = failure
+            self.last_failure = repr(failure)
             return CallersKey(None)
 
 
@@ -102,6 +102,11 @@ class EvictionQueue:
     def num_policy_failures(self) -> int:
         """How often a caller's policy has raised."""
         return self._policy.num_failures if isinstance(self._policy, CallersPolicy) else 0
+
+    @property
+    def last_policy_failure(self) -> str:
+        """What a caller's policy raised last, in words; empty if it never has."""
+        return self._policy.last_failure if isinstance(self._policy, CallersPolicy) else ""
 
     def offer(self, extent: Extent) -> None:
         """Make an extent that is not in the queue a candidate, by its key as of now."""

@@ -22,6 +22,7 @@ __all__ = ["Forecast"]
 class Forecast:
     """A what-if over one manager, valid until the manager's next call that changes anything.
 
+    `free_blocks` and `free_rows` are what would be left, blocks that could be evicted included.
     Each call takes effect on the forecast, and returns it, or raises what the real call would, with the forecast
     unchanged.
     """

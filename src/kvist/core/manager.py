@@ -6,7 +6,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class CacheCore:
         if not isinstance(config, CacheConfig):
             raise ArgumentTypeError(f"config is a {type(config).__name__}, must be a CacheConfig")
         config.validate()
+        if not callable(clock):
+            raise ArgumentTypeError(f"clock is a {type(clock).__name__}, must be callable and return seconds")
         self.config = config
         self.clock = clock
         self._state = CacheState(config, clock)
@@ -79,7 +81,7 @@ class CacheCore:
         sequence = admission.admit(
             self._state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
         )
-        self._perform_moves()
+        self._perform_moves([sequence])
         return sequence
 
     # -- growth -------------------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ class CacheCore:
         OutOfRows without room.
         """
         children = branches.fork(self._state, sequence, as_count(n, "n"))
-        self._perform_moves()
+        self._perform_moves(children)
         return children
 
     def reorder(self, beams: list[Sequence], parents: ArrayLike) -> None:
@@ -340,8 +342,11 @@ class CacheCore:
         self._state.publish_committed()
         return state_digest(self._state)
 
-    def _perform_moves(self) -> None:
-        """Have the copies made that a call has ordered; here nobody can, and they wait for `take_moves`."""
+    def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:
+        """Have the copies made that a call has ordered; here nobody can, and they wait for `take_moves`.
+
+        `new` are the sequences that end again if the copies cannot be made.
+        """
 
     def take_moves(self) -> list[Move]:
         """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""

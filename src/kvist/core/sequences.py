@@ -30,7 +30,11 @@ row_of = attrgetter("row")
 
 
 class Sequence:
-    """One running request: a handle on a row of the manager's arrays. Ends with `free`; then `row` is -1."""
+    """One running request: a handle on a row of the manager's arrays. Made by the manager, ended by `free`.
+
+    `row` indexes the manager's arrays by row, and is -1 once it has ended. `namespace` is what it was admitted with,
+    `num_prompt_tokens` the length of its prompt, `num_cached_tokens` how many of these were found in the cache.
+    """
 
     __slots__ = (
         "_beams",
@@ -77,7 +81,7 @@ class Sequence:
         """The live sequences that were admitted together for beam search, in order; just itself if there was one."""
         return [self] if self._beams is None else list(self._beams)
 
-    def waiting_beams(self) -> list[Sequence]:
+    def _waiting_beams(self) -> list[Sequence]:
         """List the beams that wait until this sequence has committed the whole prompt."""
         return [beam for beam in self._beams or () if beam.leader is self]
 
@@ -121,7 +125,7 @@ class Sequence:
         published = self._rows.num_published.item(row) * self._rows.block_size
         return np.frombuffer(path + self._rows.token_bytes(self, published, self.num_tokens), np.int32)
 
-    def keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
+    def _keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
         """Return how its blocks start .. end-1 are to be kept, in runs: (end of the run, how)."""
         if self.retention is None:
             return ((end, DEFAULT_KEEP),)

@@ -196,7 +196,7 @@ class CacheState:
             sequence._extent = self.tree.insert_unlisted(sequence._extent, tokens, rows.block_table[:, row, start:end])
             rows.set_published(sequence, end)
             return
-        for stop, keep in sequence.keeps(start, end):
+        for stop, keep in sequence._keeps(start, end):
             existing = self._insert(sequence, start, stop, stop * self.block_size, keep)
             if existing:
                 self._rebase(sequence, start, existing, stop)
@@ -212,7 +212,7 @@ class CacheState:
         end = -(-computed // self.block_size)
         if end <= start:
             return
-        for stop, keep in sequence.keeps(start, end):
+        for stop, keep in sequence._keeps(start, end):
             existing = self._insert(sequence, start, stop, min(stop * self.block_size, computed), keep)
             if existing:
                 self.pool.give(rows.block_table[0, row, start : start + existing])
@@ -243,7 +243,7 @@ class CacheState:
     def _show_waiting_beams(self, leader: Sequence) -> None:
         """Show a change in a leader's blocks in the rows of the beams that wait for it."""
         rows = self.rows
-        for beam in leader.waiting_beams():
+        for beam in leader._waiting_beams():
             num_full = rows.num_published.item(beam.row)
             rows.block_table[:, beam.row, :num_full] = rows.block_table[:, leader.row, :num_full]
             rows.version[beam.row] += 1

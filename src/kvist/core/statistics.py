@@ -17,6 +17,7 @@ class Stats:
     A prompt is counted once, when it is admitted; a failed admission is not. `num_hit_tokens` counts the tokens of
     admitted prompts that were reused, out of `num_query_tokens`; `num_reused_blocks` whole blocks that were shared,
     `num_missed_blocks` the prompts' blocks that had to be allocated, `num_allocated_blocks` these and those of growth.
+    What a caller's policy raised is counted in `num_policy_failures`, the latest in words is `last_policy_failure`.
     """
 
     num_blocks: int
@@ -35,6 +36,7 @@ class Stats:
     num_shared_blocks: int
     num_evicted_blocks: int
     num_policy_failures: int
+    last_policy_failure: str
 
     @property
     def usage(self) -> float:
@@ -93,5 +95,6 @@ class Counters:
             num_extents=sum(1 for _ in tree.extents()),
             num_evicted_blocks=tree.num_evicted,
             num_policy_failures=tree.queue.num_policy_failures,
+            last_policy_failure=tree.queue.last_policy_failure,
             **{name: getattr(self, name) for name in self.__slots__},
         )

@@ -11,6 +11,8 @@ from kvist.config import AttentionSpec, CacheConfig
 from kvist.core.eviction import POLICIES
 
 __all__ = [
+    "ALL_POLICIES",
+    "BLOCK_SIZES",
     "Draft",
     "Keeping",
     "cache_configs",
@@ -58,9 +60,13 @@ def longest(extent: Any) -> tuple[int, bytes]:
     return (-int(extent.num_blocks), bytes(extent.tokens))
 
 
+BLOCK_SIZES = (1, 2, 4, 16)
+ALL_POLICIES: tuple[str | Callable[[Any], Any], ...] = (*POLICIES, most_recently_used, longest)
+
+
 def cache_configs(
-    policies: Iterable[str | Callable[[Any], Any]] = (*POLICIES, most_recently_used, longest),
-    block_sizes: Iterable[int] = (1, 2, 4, 16),
+    policies: Iterable[str | Callable[[Any], Any]] = ALL_POLICIES,
+    block_sizes: Iterable[int] = BLOCK_SIZES,
     max_blocks: int = 20,
 ) -> st.SearchStrategy[CacheConfig]:
     """Return a strategy of small configurations, of 3 to `max_blocks` blocks, in which blocks run out all the time."""

@@ -29,7 +29,8 @@ class PrefixRules(Stage):
         match = self.manager.match_prefix(prompt, namespace=space)
         require(must <= match.num_tokens <= may, f"{match} of {prompt}; {must} tokens must be found, {may} may be")
         require(match.num_block_tokens % self.block_size == 0, "a match of whole blocks ends inside one")
-        self.matches = [*self.matches[-3:], match]
+        if match.num_block_tokens or not self.matches:
+            self.matches = [*self.matches[-3:], match]
 
     @precondition(lambda self: self.matches)
     @rule(pick=numbers)
