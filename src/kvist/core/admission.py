@@ -37,7 +37,7 @@ def match_prompt(state: CacheState, prompt: bytes | memoryview, namespace: Names
     """Find all of a prompt but its last token, which must be computed for its logits."""
     while (root := state.tree.roots.get(namespace)) is not None:
         match = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial)
-        if not state.publish_along(match):
+        if not (state.any_row_due or state.due_rows) or not state.publish_along(match):
             return match
     return None
 

@@ -73,15 +73,17 @@ class CacheCore:
         """
         prompt = as_token_buffer(tokens)
         num_tokens = len(prompt) // TOKEN_BYTES
-        admission.check_prompt(self._state, num_tokens, namespace, num_beams, free_rows=self._state.rows.num_free)
+        state = self._state
+        admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=state.rows.num_free)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
-        match = admission.match_prompt(self._state, prompt, namespace) if reuse else None
+        match = admission.match_prompt(state, prompt, namespace) if reuse else None
         publishes = publish and self.config.reuse
         sequence = admission.admit(
             self._state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
         )
-        self._perform_moves([sequence])
+        if self._state.moves:
+            self._perform_moves([sequence])
         return sequence
 
     # -- growth -------------------------------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ class CacheCore:
             growth.commit_one(self._state, sequences[0])
         else:
             growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
-        self._perform_moves()
+        if self._state.moves:
+            self._perform_moves()
 
     # -- taking back and ending ---------------------------------------------------------------------------------------
 
@@ -147,7 +150,8 @@ class CacheCore:
             rewinding.rewind_own(state, sequence, left)
         rows.computed_of[row] = min(rows.computed_of[row], left)
         rows.refresh_limit(row)
-        self._perform_moves()
+        if self._state.moves:
+            self._perform_moves()
 
     def free(self, sequence: Sequence, *, publish: bool = True) -> None:
         """End a sequence, once: what is computed stays reusable until it is evicted.
@@ -270,7 +274,8 @@ class CacheCore:
         OutOfRows without room.
         """
         children = branches.fork(self._state, sequence, as_count(n, "n"))
-        self._perform_moves(children)
+        if self._state.moves:
+            self._perform_moves(children)
         return children
 
     def reorder(self, beams: list[Sequence], parents: ArrayLike) -> None:
@@ -280,7 +285,8 @@ class CacheCore:
         twice or have more than one block of uncommitted tokens to be copied, OutOfBlocks without room for the copies.
         """
         branches.reorder(self._state, beams, parents)
-        self._perform_moves()
+        if self._state.moves:
+            self._perform_moves()
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

@@ -89,26 +89,26 @@ class PrefixTree:
         return match
 
     def _find_beside(self, match: Match, tokens: bytes | memoryview, limit: int) -> Match:
-        rest = bytes(tokens[match.position : min(match.position + self.block_bytes, limit)])
-        sibling, agreed = self._nearest(match.extent, rest)
-        if agreed:
-            match.source, match.num_partial_tokens = sibling, agreed // TOKEN_BYTES
+        position = match.position
+        rest = bytes(tokens[position : min(position + self.block_bytes, limit)])
+        match.source, agreed = self._nearest(match.extent, rest)
+        match.num_partial_tokens = agreed // TOKEN_BYTES
         return match
 
     def _nearest(self, extent: Extent, rest: bytes) -> tuple[Extent | None, int]:
         """Return the child whose first block agrees longest with `rest`, and in how many bytes."""
-        children = extent.children
+        children, order = extent.children, extent.order
         if not children:
             return None, 0
-        if len(children) > FEW_CHILDREN and extent.order is None:
-            extent.order = SortedKeys(children)
-        nearest, longest, first_token = None, 0, rest[:TOKEN_BYTES]  # less than a token in common is nothing
-        for key in children if extent.order is None else extent.order.neighbours(rest):
-            if (
-                key.startswith(first_token)
-                and (agreed := common_prefix(rest, 0, key, min(len(key), len(rest)))) > longest
-            ):
-                nearest, longest = children[key], agreed
+        if order is None and len(children) > FEW_CHILDREN:
+            order = extent.order = SortedKeys(children)
+        first_token = rest[:TOKEN_BYTES]  # less than a token in common is nothing
+        nearest, longest = None, 0
+        for key in children if order is None else order.neighbours(rest):
+            if key.startswith(first_token):
+                agreed = common_prefix(rest, 0, key, min(len(key), len(rest)))
+                if agreed > longest:
+                    nearest, longest = children[key], agreed
         return nearest, longest
 
     # -- holding ------------------------------------------------------------------------------------------------------
