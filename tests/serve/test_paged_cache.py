@@ -1,8 +1,6 @@
 """PagedCache in plain `generate` calls: the default cache's tokens, with less computed when prompts share prefixes."""
 
 import gc
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -584,12 +582,3 @@ def test_the_size_can_be_given_in_bytes_or_left_out(llama, monkeypatch):
         assert cache.manager.num_blocks == 2**20 // (BLOCK_SIZE * token_bytes)
     with PagedCache(llama) as cache:
         assert cache.manager.num_blocks == 2**21 // (16 * token_bytes)
-
-
-def test_the_examples_of_the_guide_hold():
-    guide = Path(__file__).parents[2] / "docs" / "transformers.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert sum(block.count("assert ") for block in blocks) > 10
-    names = {}
-    for block in blocks:
-        exec(compile(block, str(guide), "exec"), names)

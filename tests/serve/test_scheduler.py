@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from kvist import AttentionSpec, CacheConfig, KVCacheManager, NeverFits, OutOfBlocks
-from kvist.errors import ConfigError
+from kvist.errors import ArgumentError, ArgumentTypeError, ConfigError
 from kvist.serve.scheduler import Request, Scheduler
 
 
@@ -235,17 +235,17 @@ def test_a_request_aborted_between_plan_and_complete_gets_no_token():
 
 
 def test_abort_refuses_a_request_that_was_never_submitted():
-    with pytest.raises(ValueError, match="not submitted to this scheduler"):
+    with pytest.raises(ArgumentError, match="not submitted to this scheduler"):
         scheduler().abort(request())
 
 
 def test_a_request_is_submitted_once():
     of, once = scheduler(), request(4, 1)
     of.submit(once)
-    with pytest.raises(ValueError, match="submitted before"):
+    with pytest.raises(ArgumentError, match="submitted before"):
         of.submit(once)
     run(of)
-    with pytest.raises(ValueError, match="submitted before"):
+    with pytest.raises(ArgumentError, match="submitted before"):
         of.submit(once)
 
 
@@ -300,9 +300,27 @@ def test_limits_that_would_starve_a_request_are_refused(max_running, max_step_to
         ([], 1, "at least one token"),
         ([1, -1], 1, r"0 \.\. 2147483647, got -1"),
         ([2**31], 1, r"0 \.\. 2147483647, got 2147483648"),
+        ([2**70], 1, "more than 64 bits"),
         ([1], 0, "max_new_tokens must be at least 1"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(prompt, max_new_tokens, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         Request(prompt, max_new_tokens)
+
+
+@pytest.mark.parametrize("prompt", ["text", [1.5], ["a"], 7, b"abc"])
+def test_tokens_that_are_no_ints_are_refused(prompt):
+    with pytest.raises(ArgumentTypeError, match="tokens must be ints"):
+        Request(prompt, 1)
+
+
+@pytest.mark.parametrize("tokens", [[], [7, 8]])
+def test_a_step_is_completed_with_one_token_a_last_chunk_or_not_at_all(tokens):
+    of, whole = scheduler(), request(4, 1)
+    of.submit(whole)
+    chunks = of.plan()
+    with pytest.raises(ArgumentError, match=f"1 chunks are the last .* {len(tokens)} tokens were given"):
+        of.complete(chunks, tokens)
+    assert whole.sequence.num_computed_tokens == 0
+    assert of.complete(chunks, [7]) == [whole]

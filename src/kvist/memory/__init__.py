@@ -15,8 +15,12 @@ __all__ = ["TorchMemory"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchMemory":
+    if name != "TorchMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         from kvist.memory.arena import TorchMemory
-
-        return TorchMemory
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError("TorchMemory needs torch: pip install 'kvist[torch]'", name="torch") from error
+    return TorchMemory

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvist.config import AttentionSpec, CacheConfig
 from kvist.core.moves import Move
-from kvist.errors import LayoutError
+from kvist.errors import ArgumentError, LayoutError
 
 IntArray = npt.NDArray[np.integer] | Tensor
 
@@ -122,7 +122,7 @@ class TorchMemory:
         `[T]`. Slots on the host are checked before anything is written. Slots on an accelerator are not looked at,
         since the host would have to wait for them; one out of range trips the device's own assertion.
 
-        Raises `LayoutError` for tensors that do not fit the layer, `ValueError` for a slot outside the arena.
+        Raises `LayoutError` for tensors that do not fit the layer, `ArgumentError` for a slot outside the arena.
         """
         pool = self._layer(layer)
         slots = _as_tensor(slot_mapping)
@@ -148,15 +148,15 @@ class TorchMemory:
         masked. Returns keys `[B, max_len, num_kv_heads, head_dim]` and values `[B, max_len, num_kv_heads,
         value_head_dim]`.
 
-        Raises `ValueError` when the table is not two-dimensional or too narrow.
+        Raises `LayoutError` when the table is not two-dimensional, `ArgumentError` when it is too narrow.
         """
         pool = self._layer(layer)
         table = _as_tensor(block_table)
         if table.ndim != 2:
-            raise ValueError(f"block_table must be [B, M], got shape {tuple(table.shape)}")
+            raise LayoutError(f"block_table must be [B, M], got shape {tuple(table.shape)}")
         width = -(-max_len // self.block_size)
         if max_len < 0 or width > table.shape[1]:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_len {max_len} needs {width} blocks a sequence, but block_table has {table.shape[1]} of "
                 f"{self.block_size} tokens"
             )
@@ -170,8 +170,8 @@ class TorchMemory:
     def perform(self, moves: Sequence[Move]) -> None:
         """Copy the first `num_tokens` token rows of each source block into its destination, in all layers, in order.
 
-        Returns without waiting on CUDA. Raises `ValueError`, before anything is copied, for a move that names another
-        tier, group, block or token count than this arena has.
+        Returns without waiting on CUDA. Raises `ArgumentError`, before anything is copied, for a move that names
+        another tier, group, block or token count than this arena has.
         """
         for move in moves:
             self._check_move(move)
@@ -208,7 +208,7 @@ class TorchMemory:
 
     def _layer(self, layer: int) -> _LayerPool:
         if not 0 <= layer < len(self._layers):
-            raise ValueError(f"layer must be in [0, {len(self._layers)}), got {layer}")
+            raise ArgumentError(f"layer must be in [0, {len(self._layers)}), got {layer}")
         return self._layers[layer]
 
     def _check_rows(self, layer: int, name: str, rows: Tensor, plane: Tensor, slots: Tensor) -> None:
@@ -232,7 +232,7 @@ class TorchMemory:
         lowest, highest = (int(bound) for bound in slots.aminmax())
         num_slots = self.num_blocks * self.block_size
         if highest >= num_slots:
-            raise ValueError(f"slot {highest} is outside the arena's {num_slots} slots")
+            raise ArgumentError(f"slot {highest} is outside the arena's {num_slots} slots")
         if lowest >= 0:
             return slots, keys, values
         kept = (slots >= 0).nonzero().flatten()
@@ -241,12 +241,12 @@ class TorchMemory:
 
     def _check_move(self, move: Move) -> None:
         if (move.source_tier, move.destination_tier) != ("device", "device") or move.group != 0:
-            raise ValueError(f"{move} leaves this arena, which holds group 0 of the device tier")
+            raise ArgumentError(f"{move} leaves this arena, which holds group 0 of the device tier")
         for block in (move.source, move.destination):
             if not 0 <= block < self.num_blocks:
-                raise ValueError(f"{move} names block {block}, but this arena has blocks 0 to {self.num_blocks - 1}")
+                raise ArgumentError(f"{move} names block {block}, but this arena has blocks 0 to {self.num_blocks - 1}")
         if not 0 <= move.num_tokens <= self.block_size:
-            raise ValueError(f"{move} copies {move.num_tokens} tokens of a block of {self.block_size}")
+            raise ArgumentError(f"{move} copies {move.num_tokens} tokens of a block of {self.block_size}")
 
 
 def _as_tensor(values: IntArray) -> Tensor:

