@@ -17,7 +17,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format bench docs clean
+.PHONY: help demo test check lint format bench compiled docs clean
 
 help:  ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,6 +43,15 @@ format: $(TOOLS)  ## format the code and mend what the linter can mend
 
 bench: $(TOOLS)  ## run every benchmark
 	$(BIN)/python benchmarks/run.py
+
+compiled: $(TOOLS)  ## compile the core with mypyc (needs a C compiler, takes minutes), test and measure it
+	rm -rf build/source build/wheel build/compiled
+	mkdir -p build/source
+	cp -r src pyproject.toml README.md LICENSE build/source
+	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel build/source
+	$(PIP) --no-deps --target build/compiled build/wheel/kvist-*.whl
+	PYTHONPATH=build/compiled $(PYTEST) tests/core
+	PYTHONPATH=build/compiled $(BIN)/python benchmarks/run.py
 
 docs: $(TOOLS) $(DOCS)  ## build the documentation into build/site; a broken link or reference is an error
 	$(BIN)/zensical build --clean --strict

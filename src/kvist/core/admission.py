@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvist.core import branches
-from kvist.core.arguments import check_namespace
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
@@ -15,14 +14,10 @@ from kvist.errors import ArgumentError, NeverFits
 __all__ = ["admit", "check_prompt", "extent_of", "match_prompt"]
 
 
-def check_prompt(state: CacheState, num_tokens: int, namespace: Namespace, num_beams: int, *, free_rows: int) -> None:
+def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int) -> None:
     """Raise unless an empty cache with so many free rows would admit a prompt of that length."""
     if not num_tokens:
         raise ArgumentError("tokens is empty; a prompt has at least one token")
-    if namespace != ():
-        check_namespace(namespace)
-    if type(num_beams) is not int or num_beams < 1:
-        raise ArgumentError(f"num_beams is {num_beams!r}, must be an int of at least 1")
     if num_tokens > state.rows.max_tokens:
         raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {state.rows.max_tokens}")
     num_full, rest = divmod(num_tokens, state.block_size)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["as_count", "as_counts", "as_int_array", "check_namespace", "is_one_token_each"]
+__all__ = ["as_count", "as_counts", "as_int_array", "check_namespace", "check_num_beams", "is_one_token_each"]
 
 MAX_COUNT = 2**62
 
@@ -24,6 +24,12 @@ def check_namespace(namespace: Namespace) -> None:
     if type(namespace) is tuple and (not namespace or all(type(part) in (str, int, bytes) for part in namespace)):
         return
     raise ArgumentTypeError(f"namespace is {namespace!r}, must be a tuple of strings, ints and bytes")
+
+
+def check_num_beams(num_beams: int) -> None:
+    """Raise ArgumentError unless it is a positive int."""
+    if type(num_beams) is not int or num_beams < 1:
+        raise ArgumentError(f"num_beams is {num_beams!r}, must be an int of at least 1")
 
 
 def is_one_token_each(tokens: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Self
 
 from kvist.core import admission
-from kvist.core.arguments import as_count
+from kvist.core.arguments import as_count, check_namespace, check_num_beams
 from kvist.core.extents import Extent, Namespace
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
@@ -93,13 +93,15 @@ class Forecast:
     ) -> tuple[int, list[tuple[Extent, int]]]:
         """Return how many blocks an admission would take, and the extents it would hold, each with how much of it."""
         state = self._state
+        check_namespace(namespace)
+        check_num_beams(num_beams)
         if isinstance(prompt, int):
             num_tokens, path = as_count(prompt, "prompt"), []
-            admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=self.free_rows)
+            admission.check_prompt(state, num_tokens, num_beams, self.free_rows)
         else:
             tokens = as_token_bytes(prompt)
             num_tokens = len(tokens) // TOKEN_BYTES
-            admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=self.free_rows)
+            admission.check_prompt(state, num_tokens, num_beams, self.free_rows)
             path = self._path(tokens, namespace) if reuse else []
         total = -(-num_tokens // state.block_size) + (num_beams - 1 if num_tokens % state.block_size else 0)
         needed = total - sum(self._num_held(extent, num_blocks) for extent, num_blocks in path)

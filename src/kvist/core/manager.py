@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
 from kvist.core import admission, branches, explanation, growth, invariants, rewinding
-from kvist.core.arguments import as_count, as_counts, check_namespace, is_one_token_each
+from kvist.core.arguments import as_count, as_counts, check_namespace, check_num_beams, is_one_token_each
 from kvist.core.digest import state_digest
 from kvist.core.explanation import Explanation
 from kvist.core.extents import Namespace
@@ -74,11 +74,13 @@ class CacheCore:
         prompt = as_token_buffer(tokens)
         num_tokens = len(prompt) // TOKEN_BYTES
         state = self._state
-        admission.check_prompt(state, num_tokens, namespace, num_beams, free_rows=state.rows.num_free)
+        check_namespace(namespace)
+        check_num_beams(num_beams)
+        admission.check_prompt(state, num_tokens, num_beams, state.rows.num_free)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
         match = admission.match_prompt(state, prompt, namespace) if reuse else None
-        publishes = publish and self.config.reuse
+        publishes = bool(publish) and self.config.reuse
         sequence = admission.admit(
             self._state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
         )

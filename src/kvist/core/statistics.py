@@ -96,5 +96,11 @@ class Counters:
             num_evicted_blocks=tree.num_evicted,
             num_policy_failures=tree.queue.num_policy_failures,
             last_policy_failure=tree.queue.last_policy_failure,
-            **{name: getattr(self, name) for name in self.__slots__},
+            num_admitted=self.num_admitted,
+            num_query_tokens=self.num_query_tokens,
+            num_hit_tokens=self.num_hit_tokens,
+            num_reused_blocks=self.num_reused_blocks,
+            num_missed_blocks=self.num_missed_blocks,
+            num_allocated_blocks=self.num_allocated_blocks,
+            num_shared_blocks=self.num_shared_blocks,
         )
