@@ -50,7 +50,8 @@ compiled: $(TOOLS)  ## compile the core with mypyc (needs a C compiler, takes mi
 	cp -r src pyproject.toml README.md LICENSE build/source
 	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel build/source
 	$(PIP) --no-deps --target build/compiled build/wheel/kvist-*.whl
-	PYTHONPATH=build/compiled $(PYTEST) tests/core
+	# Faults are planted by replacing methods, and compiled code calls its own directly.
+	PYTHONPATH=build/compiled $(PYTEST) tests/core --ignore tests/core/test_planted_faults.py
 	PYTHONPATH=build/compiled $(BIN)/python benchmarks/run.py
 
 docs: $(TOOLS) $(DOCS)  ## build the documentation into build/site; a broken link or reference is an error

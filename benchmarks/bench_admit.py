@@ -36,8 +36,10 @@ def measure(options: Options) -> list[Row]:
     """Flatness in prompt length, then W2 and the short request against the references."""
     lengths, repeats, times, small = (LENGTHS[:2], 3, 2, 512) if options.quick else (LENGTHS, 40, 16, 8_192)
     flat = interleave({**by_length(lengths, times), "crowded": into_a_crowd(lengths[-1])}, repeats=repeats)
-    w2 = interleave(beside_references(SharedPrefixes(16, 2_048, 2_048), 8_192, times), repeats=repeats)
-    short = interleave(beside_references(SharedPrefixes(50, 48, 52), small, 4 * times), repeats=repeats)
+    # A turn must be long beside what it takes to bring a contestant's state back into the processor's caches.
+    turn = 16 * times
+    w2 = interleave(beside_references(SharedPrefixes(16, 2_048, 2_048), 8_192, turn), repeats=repeats // 2 + 1)
+    short = interleave(beside_references(SharedPrefixes(50, 48, 52), small, 4 * turn), repeats=repeats // 2 + 1)
     return [
         *flat_rows(flat, lengths),
         *request_rows("admit, commit, free 4,096 tokens, 2,048 cached", w2, TimesFaster(30), goal=12),

@@ -33,7 +33,7 @@ from subjects import (
 from workloads import DecodeBatch, SharedPrefixes, Tokens, as_lists
 
 NUM_SEQUENCES = 1_024
-STEPS_PER_REPETITION = BLOCK_SIZE
+STEPS_PER_REPETITION = 10 * BLOCK_SIZE
 UNITS_PER_REPETITION = STEPS_PER_REPETITION * NUM_SEQUENCES
 NUM_STEPS, NUM_ROUNDS = 640, 5
 ARRIVAL = "the same, a request comes by every 16 steps"
@@ -52,7 +52,7 @@ class Decoder:
 
 def measure(options: Options) -> list[Row]:
     """W3: append and commit by rows; then the same with a request coming by every 16 steps."""
-    num_steps, rounds = (32, 1) if options.quick else (NUM_STEPS, NUM_ROUNDS)
+    num_steps, rounds = (STEPS_PER_REPETITION, 1) if options.quick else (NUM_STEPS, NUM_ROUNDS)
     plain = mean_ns([one_round(num_steps, seed, without_arrivals) for seed in range(rounds)])
     mixed = mean_ns([one_round(num_steps, seed, with_arrivals) for seed in range(rounds)])
     return rows(plain, mixed)
@@ -74,7 +74,7 @@ def rows(plain: dict[str, float], mixed: dict[str, float]) -> list[Row]:
 
 
 def one_round(num_steps: int, seed: int, work: Callable[[Decoder, int], Work]) -> dict[str, float]:
-    """Mean nanoseconds per sequence over all steps of a run, in which the contestants take turns of 16 steps each."""
+    """Mean nanoseconds per sequence over all steps of a run, in which the contestants take turns of 160 steps each."""
     batch = DecodeBatch.make(NUM_SEQUENCES, num_steps, seed)
     decoders = {
         "kvist": kvist_decoder(batch, batch.steps),
@@ -137,17 +137,20 @@ def num_blocks(batch: DecodeBatch) -> int:
 
 
 def without_arrivals(decoder: Decoder, repetition: int) -> Work:
-    """16 steps."""
+    """The steps of one turn."""
     return Work(partial(take_steps, decoder, repetition), UNITS_PER_REPETITION)
 
 
 def with_arrivals(decoder: Decoder, repetition: int) -> Work:
-    """A short request that is admitted, computed and freed, and 16 steps."""
-    arrive = decoder.arrival()
+    """The same, and before every 16 of them a short request that is admitted, computed and freed."""
+    arrivals = [decoder.arrival() for _ in range(STEPS_PER_REPETITION // BLOCK_SIZE)]
 
     def call() -> None:
-        arrive()
-        take_steps(decoder, repetition)
+        start = repetition * STEPS_PER_REPETITION
+        for number, arrive in enumerate(arrivals):
+            arrive()
+            for n in range(start + number * BLOCK_SIZE, start + (number + 1) * BLOCK_SIZE):
+                decoder.take_step(n)
 
     return Work(call, UNITS_PER_REPETITION)
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvist.core import tree
+
 __all__ = [
     "LEANEST",
     "AtMost",
@@ -182,6 +184,7 @@ def machine() -> dict[str, str | int]:
         "machine": platform.machine(),
         "processor": facts.get("model name", "unknown"),
         "cores": os.cpu_count() or 0,
+        "core": "plain" if (tree.__file__ or "").endswith(".py") else "compiled",
         "sha_instructions": sha_instructions(facts.get("flags") or facts.get("Features") or ""),
     }
 
@@ -193,7 +196,7 @@ def sha_instructions(flags: str) -> str:
 
 def machine_line(facts: dict[str, str | int]) -> str:
     """The machine in one line."""
-    software = f"Python {facts['python']}, NumPy {facts['numpy']}"
+    software = f"Kvist's core {facts['core']}, Python {facts['python']}, NumPy {facts['numpy']}"
     hardware = f"{facts['processor']}, {facts['machine']}, {facts['cores']} cores"
     return f"{software}; {hardware}, SHA instructions: {facts['sha_instructions']}"
 

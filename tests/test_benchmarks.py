@@ -266,7 +266,8 @@ def test_the_report_says_on_what_machine_it_was_made():
     assert sha_instructions("fpu sse4_2 sha_ni") == sha_instructions("fp asimd sha2") == "yes"
     assert sha_instructions("fpu sse4_2") == "no"
     assert sha_instructions("") == "unknown"
-    assert machine_line(machine()).startswith(f"Python {machine()['python']}, NumPy {np.__version__}; ")
+    software = f"Python {machine()['python']}, NumPy {np.__version__}"
+    assert machine_line(machine()).startswith(f"Kvist's core {machine()['core']}, {software}; ")
 
 
 def test_a_line_without_target_can_have_its_ratio_in_the_sense_of_one():
