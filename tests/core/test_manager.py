@@ -274,7 +274,7 @@ def test_a_sequence_is_explained_by_its_extents_and_what_is_its_own():
     assert "4 of its prompt's tokens came from the cache" in explanation.subject
     states = [(part.start, part.num_tokens, part.num_blocks, part.num_holders) for part in explanation.parts]
     assert states == [(0, 2, 1, 2), (2, 2, 1, 1), (4, 3, 2, 1)]
-    assert str(explanation).splitlines()[1].strip().startswith("tokens 0 .. 1: 1 blocks, committed, for all to share")
+    assert str(explanation).splitlines()[1].strip().startswith("tokens 0 .. 1: 1 block, committed, for all to share")
     assert explanation.parts[-1].state == "its own, 1 tokens computed"
     assert explanation.reason == ""
 

@@ -26,7 +26,7 @@ class Part:
 
     def __str__(self) -> str:
         tokens = f"tokens {self.start} .. {self.start + self.num_tokens - 1}"
-        return f"{tokens}: {self.num_blocks} blocks, {self.state}, {self.num_holders} holders"
+        return f"{tokens}: {_counted(self.num_blocks, 'block')}, {self.state}, {_counted(self.num_holders, 'holder')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +122,7 @@ def _has_more(sequence: Sequence, prompt: bytes, match: PrefixMatch) -> bool:
         return False
     ours = np.frombuffer(prompt, np.int32)[: match.num_tokens + 1]
     return sequence.num_tokens > match.num_tokens and bool(np.array_equal(sequence.tokens[: len(ours)], ours))
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
