@@ -20,9 +20,7 @@ __all__ = ["KVCacheManager", "Memory"]
 
 
 class Memory(Protocol):
-    """Holds the bytes of the blocks; what an engine gives a manager, so that moves are made by the calls that need
-    them.
-    """
+    """Holds the bytes of the blocks: given to a manager, it makes the moves of each call before the call returns."""
 
     def perform(self, moves: list[Move]) -> None:
         """Make the copies in the order given, before anything that is written or read after this call.
@@ -36,8 +34,7 @@ class KVCacheManager(CacheCore):
     """Manages the KV cache of one model: which blocks hold which tokens, and what is reused.
 
     Without `memory` it only decides: `take_moves` then returns the copies to be made before each forward pass. With
-    it, they are made before the call that needs them returns. `clock` gives seconds, for the
-    durations of retention.
+    it, they are made before the call that needs them returns. `clock` gives seconds, for the durations of retention.
 
     >>> from kvist import AttentionSpec, CacheConfig
     >>> manager = KVCacheManager(CacheConfig([AttentionSpec(2, 64)], block_size=4, num_blocks=8))

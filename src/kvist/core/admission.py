@@ -24,15 +24,14 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
     needed, total = num_full + (num_beams if rest else 0), state.pool.num_blocks
     if needed > total:
         raise NeverFits(f"the prompt needs {needed} blocks of {state.block_size} tokens, the whole pool has {total}")
-    if num_beams > free_rows:
-        state.refuse_rows(num_beams, free_rows)
+    state.require_rows(num_beams, free_rows)
 
 
 def match_prompt(state: CacheState, prompt: bytes | memoryview, namespace: Namespace) -> Match | None:
     """Find all of a prompt but its last token, which must be computed for its logits."""
     while (root := state.tree.roots.get(namespace)) is not None:
         match = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial)
-        if not (state.any_row_due or state.due_rows) or not state.publish_along(match):
+        if not state.publish_along(match):
             return match
     return None
 
@@ -52,8 +51,7 @@ def admit(
     num_blocks, num_reused = -(-len(prompt) // block_bytes), match.position // block_bytes if match else 0
     num_extra = num_beams - 1 if len(prompt) % block_bytes else 0
     num_new = num_blocks - num_reused
-    if num_new + num_extra > state.pool.num_free:
-        state.require_blocks(num_new + num_extra, match)
+    state.require_blocks(num_new + num_extra, match)
     source = int(match.source.blocks[0, match.source_block]) if match and match.source else None
 
     extent: Extent = extent_of(state, match) if match else tree.root(namespace)
@@ -63,8 +61,7 @@ def admit(
     table = rows.block_table[:, sequence.row]
     if num_reused:
         _fill_from_tree(table, extent)
-    if num_new > state.pool.num_free:
-        tree.evict(num_new - state.pool.num_free)
+    state.evict_for(num_new)
     table[0, num_reused:num_blocks] = state.pool.take(num_new)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * block_bytes :]))
     _note_cached(state, sequence, match, source, num_reused)

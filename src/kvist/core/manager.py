@@ -82,10 +82,9 @@ class CacheCore:
         match = admission.match_prompt(state, prompt, namespace) if reuse else None
         publishes = bool(publish) and self.config.reuse
         sequence = admission.admit(
-            self._state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
+            state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
         )
-        if self._state.moves:
-            self._perform_moves([sequence])
+        self._perform_moves([sequence])
         return sequence
 
     # -- growth -------------------------------------------------------------------------------------------------------
@@ -126,8 +125,7 @@ class CacheCore:
             growth.commit_one(self._state, sequences[0])
         else:
             growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
-        if self._state.moves:
-            self._perform_moves()
+        self._perform_moves()
 
     # -- taking back and ending ---------------------------------------------------------------------------------------
 
@@ -152,8 +150,7 @@ class CacheCore:
             rewinding.rewind_own(state, sequence, left)
         rows.computed_of[row] = min(rows.computed_of[row], left)
         rows.refresh_limit(row)
-        if self._state.moves:
-            self._perform_moves()
+        self._perform_moves()
 
     def free(self, sequence: Sequence, *, publish: bool = True) -> None:
         """End a sequence, once: what is computed stays reusable until it is evicted.
@@ -276,8 +273,7 @@ class CacheCore:
         OutOfRows without room.
         """
         children = branches.fork(self._state, sequence, as_count(n, "n"))
-        if self._state.moves:
-            self._perform_moves(children)
+        self._perform_moves(children)
         return children
 
     def reorder(self, beams: list[Sequence], parents: ArrayLike) -> None:
@@ -287,8 +283,7 @@ class CacheCore:
         twice or have more than one block of uncommitted tokens to be copied, OutOfBlocks without room for the copies.
         """
         branches.reorder(self._state, beams, parents)
-        if self._state.moves:
-            self._perform_moves()
+        self._perform_moves()
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

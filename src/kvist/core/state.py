@@ -38,8 +38,8 @@ class CacheState:
         self.counters = Counters()
         self.pins: dict[Pin, Extent] = {}
         self.moves: list[Move] = []
-        self.due_rows: set[int] = set()
-        self.any_row_due = False
+        self._due_rows: set[int] = set()
+        self._any_row_due = False
 
     @property
     def num_free_blocks(self) -> int:
@@ -51,11 +51,8 @@ class CacheState:
 
     def require_rows(self, n: int, free_rows: int) -> None:
         """Raise unless n rows are free."""
-        if n > free_rows:
-            self.refuse_rows(n, free_rows)
-
-    def refuse_rows(self, n: int, free_rows: int) -> None:
-        """Raise because n rows are not free."""
+        if n <= free_rows:
+            return
         total = len(self.rows.sequences)
         if n > total:
             raise NeverFits(f"{n} sequences asked for, max_sequences is {total}")
@@ -119,7 +116,7 @@ class CacheState:
         keep, have = rows.published_of[row], rows.blocks_of[row]
         if have > keep:
             self.pool.give(rows.block_table[0, row, keep:have])
-        self.due_rows.discard(row)
+        self._due_rows.discard(row)
         rows.close(sequence)
         self.tree.release(sequence._extent)
 
@@ -138,11 +135,11 @@ class CacheState:
     def note_committed(self, row: int) -> None:
         """Note that one row has more computed tokens."""
         if self.rows.computed_of[row] >= self.rows.due_of[row]:
-            self.due_rows.add(row)
+            self._due_rows.add(row)
 
     def note_rows_committed(self) -> None:
         """Note that any row may have more computed tokens."""
-        self.any_row_due = True
+        self._any_row_due = True
 
     def publish_committed(self) -> None:
         """Put every full committed block into the tree."""
@@ -164,7 +161,7 @@ class CacheState:
             extent = extent.parent
             path.add(id(extent))
         on_path = {row for row in due if id(self.rows.sequence_at(row)._extent) in path}
-        self.due_rows.update(row for row in due if row not in on_path)
+        self._due_rows.update(row for row in due if row not in on_path)
         for row in sorted(on_path):
             self.publish(self.rows.sequence_at(row))
         return bool(on_path)
@@ -172,14 +169,14 @@ class CacheState:
     def _take_due_rows(self) -> list[int]:
         """Return the rows that have something to publish, in order; they are not noted as such any more."""
         rows = self.rows
-        if self.any_row_due:
+        if self._any_row_due:
             due = np.flatnonzero(rows.num_computed >= rows.publish_due).tolist()
-        elif self.due_rows:
-            due = [row for row in sorted(self.due_rows) if rows.computed_of[row] >= rows.due_of[row]]
+        elif self._due_rows:
+            due = [row for row in sorted(self._due_rows) if rows.computed_of[row] >= rows.due_of[row]]
         else:
             return []
-        self.any_row_due = False
-        self.due_rows.clear()
+        self._any_row_due = False
+        self._due_rows.clear()
         return due
 
     def publish(self, sequence: Sequence) -> None:
