@@ -37,7 +37,9 @@ LAYERS = {
     "config": Layer({"errors"}, set(), IMPURE),
     "core": Layer({"core", *VALUES}, {"numpy"}, IMPURE),
     "memory": Layer({"memory", "core", *VALUES}, {"numpy", "torch"}),
-    "memory.tables": Layer({"core", *VALUES}, {"numpy"}, IMPURE),
+    "memory.tables": Layer({"memory.dialects", "core", *VALUES}, {"numpy"}, IMPURE),
+    "memory.dialects": Layer({"core.arguments", *VALUES}, {"numpy"}, IMPURE),
+    "planning": Layer({"planning", *VALUES}, set(), IMPURE),
     "manager": Layer({"core", "memory.tables", *VALUES}, {"numpy"}),
     "": Layer({"manager", "core", "memory.tables", *VALUES}, {"numpy"}),
     "testing": Layer({"", "testing", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "hypothesis"}),
@@ -45,7 +47,8 @@ LAYERS = {
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
     "cli": Layer(
-        {"", "cli", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "transformers", "typer", "rich"}
+        {"", "cli", "planning", "serve", "manager", "memory", "core", *VALUES},
+        {"numpy", "transformers", "typer", "rich"},
     ),
 }
 

@@ -1,13 +1,14 @@
 """Kvist: the KV cache manager for LLM inference, as a library."""
 
-from kvist.config import AttentionSpec, CacheConfig
+from kvist.config import AttentionSpec, CacheConfig, GroupSpec, StateSpec
 from kvist.core.explanation import Explanation, Part
 from kvist.core.forecast import Forecast
+from kvist.core.identity import Media
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
-from kvist.core.statistics import Stats
+from kvist.core.statistics import GroupStats, Stats
 from kvist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,10 +36,13 @@ __all__ = [
     "ConfigError",
     "Explanation",
     "Forecast",
+    "GroupSpec",
+    "GroupStats",
     "InvariantError",
     "KVCacheManager",
     "KvistError",
     "LayoutError",
+    "Media",
     "Memory",
     "Move",
     "NeverFits",
@@ -51,6 +55,7 @@ __all__ = [
     "Sequence",
     "SequenceError",
     "StaleMatch",
+    "StateSpec",
     "Stats",
     "TransferError",
     "WireError",

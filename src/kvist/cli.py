@@ -1,4 +1,4 @@
-"""The command line: `kvist generate`. Data goes to stdout, progress and errors to stderr."""
+"""The command line: `kvist generate` and `kvist plan`. Data goes to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvist.config import CacheConfig
 from kvist.errors import ArgumentError, KvistError
 
 try:
@@ -39,6 +40,16 @@ Examples:
   cat questions.txt | kvist generate --model ./my-model --prompts - --temperature 0.8
 
 Exit status: 0 done; 1 the model cannot be used or a prompt does not fit; 2 wrong arguments; 130 interrupted.
+"""
+
+PLAN_EXAMPLES = """
+\b
+Examples:
+  kvist plan ./my-model/config.json --memory "20 GiB" --length 8192
+  kvist plan ./my-model --sequences 32 --length 8192 --prompt 6000 --chunk 2048
+  kvist plan ./my-model --memory "20 GiB" --host "64 GiB" --json
+
+Exit status: 0 done; 1 the model's config cannot be read, or memory is too little; 2 wrong arguments.
 """
 
 app = typer.Typer(
@@ -116,6 +127,50 @@ def generate(
         print(_as_json(index, text, generation) if as_json else _as_text(index, text, len(texts)))
 
 
+@app.command(epilog=PLAN_EXAMPLES)
+def plan(
+    model: Annotated[Path, typer.Argument(help="A model's config.json, or the folder that it is in.")],
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Memory of the cache, such as "20 GiB".')] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Or how many sequences are to fit at the same time.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are prompt; all, if not given.", show_default=False)
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt in one forward pass; all, if not given.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="That of K and V; the model's own, if not given.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a tier on the host.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Size of a tier on disk.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say how many sequences fit in a cache of some memory, or what memory so many need, without loading the model."""
+    from kvist import planning
+
+    with _errors_told(status=2):
+        if (memory is None) == (sequences is None):
+            raise ArgumentError("give either --memory or --sequences")
+        load = planning.Load(length, prompt)
+    with _errors_told(status=1):
+        settings = _read_config(model)
+        config = CacheConfig(
+            planning.layers_of_model(settings, dtype=dtype),
+            block_size,
+            memory=memory,
+            max_sequence_length=max(length, _num_positions(settings)),
+            typical_length=length,
+            max_chunk_tokens=chunk,
+        )
+        if sequences is not None:
+            config = planning.sized_for(config, load, sequences)
+        tiers = {name: size for name, size in {"host": host, "disk": disk}.items() if size is not None}
+        made = planning.plan(config, load, tiers=tiers)
+    print(json.dumps(asdict(made)) if as_json else made)
+
+
 def main() -> None:
     """Run the command line; exits with the command's status."""
     app()
@@ -147,6 +202,22 @@ def _errors_told(*, status: int) -> Iterator[None]:
     except (KvistError, OSError, ValueError, ImportError) as error:
         print(f"kvist: {error}", file=sys.stderr)
         raise typer.Exit(status) from error
+
+
+def _read_config(model: Path) -> dict[str, Any]:
+    file = model / "config.json" if model.is_dir() else model
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArgumentError(f"{file} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ArgumentError(f"{file} is not the config of a model: it holds a {type(settings).__name__}")
+    return settings
+
+
+def _num_positions(settings: dict[str, Any]) -> int:
+    positions = (settings.get("text_config") or settings).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else 0
 
 
 def _import_serve() -> Any:

@@ -77,26 +77,40 @@ class KVCacheManager(CacheCore):
         sequences: Sequences,
         num_query_tokens: ArrayLike | None = None,
         *,
+        group: int = 0,
         padding: int = 0,
+        holes: int | None = None,
         max_blocks: int | None = None,
         out: BatchTables | None = None,
     ) -> BatchTables:
-        """Return the index arrays of one forward pass over these sequences.
+        """Return the index arrays of one forward pass over these sequences, for the layers of one group.
 
         The query tokens of a sequence are the `num_query_tokens` (an int, or one for each; default: all) after its
         computed ones; they may reach into reserved capacity. `block_table` has `max_blocks` columns (default: as many
-        as the longest sequence has blocks), entries past a sequence's blocks are `padding`. Where rows are neighbours
-        and padding is 0 it is a read-only view that shows later changes, else a fresh array. `out` takes buffers
-        (`BatchTables.buffers`) and returns their leading parts.
+        as the longest sequence has blocks), entries past a sequence's blocks are `padding`, those that have fallen out
+        of span `holes` (default: `padding`). Where rows are neighbours and both are 0 it is a read-only view that shows
+        later changes, else a fresh array. `out` takes buffers (`BatchTables.buffers`) and returns their leading parts.
         """
         batch = self._state.rows.batch(sequences, "tables").rows
         query = None if num_query_tokens is None else as_counts(num_query_tokens, len(batch), "num_query_tokens")
         if not isinstance(out, BatchTables | None):
             raise ArgumentTypeError(f"tables: out is a {type(out).__name__}, must be BatchTables.buffers(...)")
-        if type(padding) is not int or not -(2**31) <= padding < 2**31:
-            raise ArgumentError(f"tables: padding is {padding!r}, must be an int32")
+        for name, entry in (("padding", padding), ("holes", holes)):
+            if (entry is not None or name == "padding") and (type(entry) is not int or not -(2**31) <= entry < 2**31):
+                raise ArgumentError(f"tables: {name} is {entry!r}, must be an int32")
+        if as_count(group, "group") >= len(self._state.spans):
+            raise ArgumentError(f"tables: group is {group}, there are {len(self._state.spans)}")
         if max_blocks is not None:
-            needed = int(self._state.rows.num_blocks[batch].max(initial=0))
+            needed = int(self._state.rows.ends[group, batch].max(initial=0))
             if as_count(max_blocks, "max_blocks") < needed:
                 raise ArgumentError(f"tables: max_blocks is {max_blocks}, a sequence has {needed} blocks")
-        return build_tables(self._state.rows, batch, query, padding=padding, max_blocks=max_blocks, out=out)
+        return build_tables(
+            self._state.rows,
+            batch,
+            query,
+            group=group,
+            padding=padding,
+            holes=holes,
+            max_blocks=max_blocks,
+            out=out,
+        )

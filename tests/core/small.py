@@ -52,7 +52,7 @@ def books(manager):
         "tick": manager._state.tree.tick,
         "moves": list(manager._state.moves),
         "namespaces": list(manager._state.tree.roots),
-        "free": manager._state.pool.free_blocks().tolist(),
+        "free": manager._state.pools[0].free_blocks().tolist(),
         "candidates": sorted(extent.ticket for extent in manager._state.tree.queue.candidates()),
         "published": rows.num_published.tolist(),
         "versions": rows.version.tolist(),

@@ -175,7 +175,7 @@ def test_a_prompt_keeps_its_tokens_when_the_caller_changes_the_array():
 def test_a_prompt_of_exactly_the_pool_fits_and_one_token_more_never_does():
     manager = small(num_blocks=3)
     manager.free(manager.add_sequence([1, 2, 3, 4, 5, 6]))
-    with refused(manager, NeverFits, "needs 4 blocks of 2 tokens", "the whole pool has 3"):
+    with refused(manager, NeverFits, "needs 4 blocks of 2 tokens", "the whole pool of group 0 has 3"):
         manager.add_sequence([1, 2, 3, 4, 5, 6, 7])
 
 
@@ -190,7 +190,7 @@ def test_a_prompt_that_does_not_fit_now_says_who_holds_what():
     manager = small(num_blocks=4)
     manager.add_sequence([1, 2, 3, 4, 5])
     with refused(
-        manager, OutOfBlocks, "2 blocks needed, but only 1 are free or evictable (3 held by 1 sequences"
+        manager, OutOfBlocks, "needs 2 blocks, but only 1 are free or evictable (3 held by 1 sequences"
     ) as caught:
         manager.add_sequence([6, 7, 8])
     error = caught.value
@@ -214,7 +214,7 @@ def test_what_a_prompt_would_reuse_of_an_extent_cannot_be_evicted_for_it():
     manager = small(num_blocks=4)
     cached(manager, [1, 2, 3, 4, 5, 6])
     manager.add_sequence([9])
-    with refused(manager, OutOfBlocks, "2 blocks needed, but only 1 are free") as caught:
+    with refused(manager, OutOfBlocks, "needs 2 blocks, but only 1 are free") as caught:
         manager.add_sequence([1, 2, 3, 4, 9, 9, 9, 9])
     assert (caught.value.free, caught.value.evictable, caught.value.held) == (0, 1, 1)
     assert manager.add_sequence([1, 2, 3, 4, 9, 9]).num_cached_tokens == 4
@@ -283,7 +283,7 @@ def test_beams_that_never_fit_are_told_from_those_that_do_not_fit_now():
     with refused(manager, NeverFits, "needs 4 blocks"):
         manager.add_sequence([1, 2, 3], num_beams=3)
     manager.add_sequence([5])
-    with refused(manager, OutOfBlocks, "3 blocks needed, but only 2"):
+    with refused(manager, OutOfBlocks, "needs 3 blocks, but only 2"):
         manager.add_sequence([1, 2, 3], num_beams=2)
 
 

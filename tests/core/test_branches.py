@@ -123,7 +123,7 @@ def test_no_forks_at_all_are_none():
 def test_forks_that_do_not_fit_are_refused_all_together():
     manager = small(num_blocks=3)
     parent = computed(manager, [1, 2, 3])
-    with refused(manager, OutOfBlocks, "2 blocks needed, but only 1 are free"):
+    with refused(manager, OutOfBlocks, "needs 2 blocks, but only 1 are free"):
         manager.fork(parent, 2)
     manager.fork(parent, 1)
     manager = small(max_sequences=3)
@@ -155,7 +155,7 @@ def test_a_sequence_with_more_than_one_uncommitted_block_is_not_forked(publish):
 def test_a_fork_without_room_changes_nothing(publish):
     manager = small(num_blocks=2)
     parent = computed(manager, [1, 2, 3], publish=publish)
-    with refused(manager, OutOfBlocks, "1 blocks needed, but only 0"):
+    with refused(manager, OutOfBlocks, "needs 1 blocks, but only 0"):
         manager.fork(parent)
 
 
@@ -287,7 +287,7 @@ def test_copies_that_do_not_fit_are_refused_all_together():
     manager.append(beams, [[3, 4], [5, 6], [7]])
     manager.commit(beams)
     manager.add_sequence([9, 9])
-    with refused(manager, OutOfBlocks, "2 blocks needed, but only 0"):
+    with refused(manager, OutOfBlocks, "needs 2 blocks, but only 0"):
         manager.reorder(beams, [2, 2, 2])
     assert texts(beams) == [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7]]
 

@@ -5,7 +5,7 @@ import pytest
 from tests.core.small import cached, computed, ids, small
 
 from kvist import ConfigError, KVCacheManager, Retention
-from kvist.core.eviction import POLICIES, EvictionQueue, policy_named
+from kvist.core.eviction import POLICIES, Candidates, EvictionQueue, queue_of
 from kvist.core.extents import Extent
 
 
@@ -74,7 +74,7 @@ def test_stale_entries_are_swept_out():
     for _ in range(1000):
         queue.withdraw(one)
         queue.offer(one)
-    assert len(queue._heap) < 200
+    assert queue.num_entries < 200
     assert drained(queue) == [1, 2]
     assert other.ticket == 0
 
@@ -266,11 +266,34 @@ def test_a_callable_may_prefer_what_was_used_last():
 
 
 def test_policies_go_by_name_or_are_callables():
-    assert set(POLICIES) == {"lru", "lfu", "fifo", "priority"}
-    assert policy_named("lru") is POLICIES["lru"]
-    assert policy_named(lambda extent: extent.hits)(hit(3)).key == 3
-    with pytest.raises(ConfigError, match="policy is 'mru', must be one of fifo, lfu, lru, priority or a callable"):
+    names = ["cost", "fifo", "lfu", "lru", "priority", "s3fifo", "slru"]
+    assert sorted(POLICIES) == names
+    assert all(isinstance(queue_of(name), Candidates) for name in names)
+    assert queue_of("lru") is not queue_of("lru")
+    with pytest.raises(ConfigError, match=f"policy is 'mru', must be one of {', '.join(names)} or a callable"):
         small(policy="mru")
+
+
+def test_what_a_callable_raises_is_counted_and_kept():
+    queue = queue_of(lambda extent: 1 / extent.hits)
+    for each in (hit(0), hit(2), hit(1)):
+        queue.offer(each)
+    assert (queue.num_policy_failures, queue.last_policy_failure) == (1, "ZeroDivisionError('division by zero')")
+    assert sorted(drained(queue)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_with_a_name_never_fails(name):
+    queue = queue_of(name)
+    queue.offer(hit(1))
+    assert (queue.num_policy_failures, queue.last_policy_failure) == (0, "")
+
+
+def test_what_every_queue_must_answer_is_not_answered_by_none():
+    queue = Candidates()
+    for call in (queue.first, queue.withdraw_first, queue.candidates, lambda: queue.num_entries):
+        with pytest.raises(NotImplementedError):
+            call()
 
 
 def test_a_policy_that_raises_costs_its_order_and_nothing_else():
@@ -302,7 +325,7 @@ def test_a_victim_loses_its_tail_first():
     blocks = cached(manager, [1, 2, 3, 4, 5, 6])
     assert manager.evict(1) == 1
     assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]).num_tokens == 4
-    assert manager._state.pool.take(1).tolist() == blocks[-1:]
+    assert manager._state.pools[0].take(1).tolist() == blocks[-1:]
 
 
 def test_a_partly_filled_last_block_goes_before_the_full_ones():
@@ -334,7 +357,7 @@ def test_leaves_go_before_what_they_hang_on_even_if_that_is_older():
     manager.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority", "slru"])
 def test_what_has_lost_its_leaves_is_as_old_as_its_last_use(policy):
     manager = small(policy=policy, partial_reuse=False)
     for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8]):

@@ -5,6 +5,7 @@ import pytest
 from tests.core.small import cached, computed, small
 
 from kvist.core import tree as tree_module
+from kvist.core.eviction import EvictionQueue
 from kvist.core.pool import BlockPool
 from kvist.core.retention import Keep
 from kvist.core.tree import PrefixTree
@@ -19,7 +20,7 @@ def tokens_of(extent):
 
 
 def tree_of(num_blocks=16, block_size=2):
-    return PrefixTree([BlockPool(num_blocks)], block_size, last_use, lambda: 0.0, partial=True)
+    return PrefixTree(1, BlockPool(num_blocks), [], block_size, EvictionQueue(last_use), lambda: 0.0, partial=True)
 
 
 def last_use(extent):
@@ -31,9 +32,9 @@ def put(tree, *tokens, namespace=()):
     root = tree.root(namespace)
     tree.hold(root)
     num_blocks = -(-len(tokens) * 4 // tree.block_bytes)
-    blocks = tree.pools[0].take(num_blocks).copy()[None]
+    blocks = tree.full_pool.take(num_blocks).copy()[None]
     extent, existing = tree.insert(root, packed(*tokens), blocks)
-    tree.pools[0].give(blocks[0, :existing])
+    tree.full_pool.give(blocks[0, :existing])
     tree.release(extent)
     return extent
 
@@ -140,7 +141,7 @@ def test_equal_beginnings_are_kept_once_and_the_rest_hangs_below_a_split():
     put(tree, 1, 2, 3, 4)
     put(tree, 1, 2, 5, 6)
     assert shape(tree) == [[[1, 2], [[[3, 4], []], [[5, 6], []]]]]
-    assert tree.pools[0].num_free == 13
+    assert tree.full_pool.num_free == 13
     assert tree.num_evictable == 3
 
 
@@ -176,7 +177,7 @@ def test_content_that_is_there_already_is_not_taken():
     first = put(tree, 1, 2, 3, 4)
     assert put(tree, 1, 2, 3, 4) is first
     assert put(tree, 1, 2, 3) is not first
-    assert tree.pools[0].num_free == 14
+    assert tree.full_pool.num_free == 14
     assert shape(tree) == [[[1, 2], [[[3, 4], []]]]]
 
 
@@ -192,7 +193,7 @@ def test_a_longer_partly_filled_block_replaces_a_shorter_one_and_is_replaced_by_
     put(tree, 1, 2, 3, 4)
     assert shape(tree) == [[[1, 2, 3, 4], []], [[1, 3], []]]
     assert tree.root(()).num_short_children == 1
-    assert tree.pools[0].num_free == 14
+    assert tree.full_pool.num_free == 14
 
 
 def test_a_partly_filled_end_is_replaced_when_its_extent_is_split_for_more():
@@ -200,7 +201,7 @@ def test_a_partly_filled_end_is_replaced_when_its_extent_is_split_for_more():
     put(tree, 1, 2, 3)
     put(tree, 1, 2, 3, 4, 5)
     assert shape(tree) == [[[1, 2, 3, 4, 5], []]]
-    assert tree.pools[0].num_free == 13
+    assert tree.full_pool.num_free == 13
     assert find(tree, 1, 2, 3, 4, 5).num_partial_tokens == 1
 
 
@@ -208,12 +209,12 @@ def test_an_extent_grows_in_place_while_only_one_has_ever_used_it():
     tree = tree_of()
     root = tree.root(())
     tree.hold(root)
-    extent, _ = tree.insert(root, packed(1, 2), tree.pools[0].take(1).copy()[None])
-    grown, _ = tree.insert(extent, packed(3, 4), tree.pools[0].take(1).copy()[None])
+    extent, _ = tree.insert(root, packed(1, 2), tree.full_pool.take(1).copy()[None])
+    grown, _ = tree.insert(extent, packed(3, 4), tree.full_pool.take(1).copy()[None])
     assert grown is extent
     assert tokens_of(extent) == [1, 2, 3, 4]
     extent.hits = 1
-    child, _ = tree.insert(extent, packed(5, 6), tree.pools[0].take(1).copy()[None])
+    child, _ = tree.insert(extent, packed(5, 6), tree.full_pool.take(1).copy()[None])
     assert child.parent is extent
     assert tokens_of(child) == [5, 6]
     assert (extent.references, child.references) == (1, 1)
@@ -223,9 +224,9 @@ def test_an_extent_held_twice_does_not_grow():
     tree = tree_of()
     root = tree.root(())
     tree.hold(root)
-    extent, _ = tree.insert(root, packed(1, 2), tree.pools[0].take(1).copy()[None])
+    extent, _ = tree.insert(root, packed(1, 2), tree.full_pool.take(1).copy()[None])
     tree.hold(extent)
-    child, _ = tree.insert(extent, packed(3, 4), tree.pools[0].take(1).copy()[None])
+    child, _ = tree.insert(extent, packed(3, 4), tree.full_pool.take(1).copy()[None])
     assert child is not extent
     assert (extent.references, child.references) == (2, 1)
 
@@ -234,14 +235,14 @@ def test_unlisted_content_cannot_be_found_and_ends_with_its_last_holder():
     tree = tree_of()
     root = tree.root(())
     tree.hold(root)
-    extent = tree.insert_unlisted(root, packed(1, 2, 3, 4), tree.pools[0].take(2).copy()[None])
+    extent = tree.insert_unlisted(root, packed(1, 2, 3, 4), tree.full_pool.take(2).copy()[None])
     tree.hold(extent)
     assert find(tree, 1, 2, 3, 4).position == 0
     assert list(tree.extents()) == []
     tree.release(extent)
-    assert tree.pools[0].num_free == 14
+    assert tree.full_pool.num_free == 14
     tree.release(extent)
-    assert tree.pools[0].num_free == 16
+    assert tree.full_pool.num_free == 16
     assert tree.num_evictable == 0
     assert tree.roots == {}
 
@@ -250,12 +251,12 @@ def test_unlisted_content_hangs_below_listed_content_and_does_not_lengthen_it():
     tree = tree_of()
     root = tree.root(())
     tree.hold(root)
-    listed, _ = tree.insert(root, packed(1, 2), tree.pools[0].take(1).copy()[None])
-    unlisted = tree.insert_unlisted(listed, packed(3, 4), tree.pools[0].take(1).copy()[None])
+    listed, _ = tree.insert(root, packed(1, 2), tree.full_pool.take(1).copy()[None])
+    unlisted = tree.insert_unlisted(listed, packed(3, 4), tree.full_pool.take(1).copy()[None])
     assert unlisted.parent is listed
     assert shape(tree) == [[[1, 2], []]]
     tree.release(unlisted)
-    assert (tree.pools[0].num_free, tree.num_evictable) == (15, 1)
+    assert (tree.full_pool.num_free, tree.num_evictable) == (15, 1)
 
 
 # -- holding and letting go -------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_a_root_lives_as_long_as_it_is_held_or_has_content():
     assert tree.roots == {}
     put(tree, 1, 2, namespace=("a",))
     assert list(tree.roots) == [("a",)]
-    tree.evict(1)
+    tree.evict(tree.full_pool, 1)
     assert tree.roots == {}
 
 
@@ -302,9 +303,9 @@ def test_dropping_frees_what_is_unreferenced_and_hides_the_rest():
     tree.hold(held)
     assert tree.drop(()) == 1
     assert find(tree, 1, 2, 3, 4).position == 0
-    assert tree.pools[0].num_free == 14
+    assert tree.full_pool.num_free == 14
     tree.release(held)
-    assert tree.pools[0].num_free == 16
+    assert tree.full_pool.num_free == 16
     assert tree.drop(("unknown",)) == 0
 
 
@@ -336,9 +337,9 @@ def test_any_number_of_siblings_are_found_and_evicted(num):
         assert find(tree, first, 8).num_partial_tokens == 1
     assert find(tree, num, 7).num_partial_tokens == 0
     assert tree.num_evictable == num
-    tree.evict(num)
+    tree.evict(tree.full_pool, num)
     assert tree.roots == {}
-    assert tree.pools[0].num_free == num
+    assert tree.full_pool.num_free == num
 
 
 @pytest.mark.parametrize("num", MANY)
@@ -387,11 +388,11 @@ def test_a_deep_chain_is_let_go_without_recursion():
     tree.hold(root)
     extent = root
     for number in range(depth):
-        extent = tree.insert_unlisted(extent, packed(number), tree.pools[0].take(1).copy()[None])
+        extent = tree.insert_unlisted(extent, packed(number), tree.full_pool.take(1).copy()[None])
         extent.hits = 1
     assert len(extent.path()) == depth
     tree.release(extent)
-    assert tree.pools[0].num_free == depth
+    assert tree.full_pool.num_free == depth
 
 
 @pytest.mark.parametrize("reset", [True, False])

@@ -102,7 +102,7 @@ def test_B009_taking_too_much_takes_nothing():
     assert sorted(pool.take(4).tolist()) == [0, 1, 2, 3]
     manager = blocks_of_4(4)
     first = manager.add_sequence(range(8))
-    with refused(manager, OutOfBlocks, "needed, but only 2 are free or evictable"):
+    with refused(manager, OutOfBlocks, "blocks, but only 2 are free or evictable"):
         manager.append([first], [range(12)])
     assert manager.add_sequence(range(50, 58)).num_blocks == 2
 
@@ -192,7 +192,7 @@ def test_B023_an_admission_that_fails_after_its_match_holds_nothing_and_ages_not
     cached(manager, range(8))
     cached(manager, range(40, 44))
     computed(manager, range(60, 72))
-    with refused(manager, OutOfBlocks, "4 blocks needed, but only 3"):
+    with refused(manager, OutOfBlocks, "needs 4 blocks, but only 3"):
         manager.add_sequence(range(24))
     assert manager.num_free_blocks == 5
     manager.add_sequence(range(80, 92))
@@ -493,7 +493,7 @@ def test_B093_B094_no_row_grows_past_its_end_in_one_step_or_in_many():
 
 def test_B111_a_prompt_larger_than_the_pool_never_fits_and_blocks_nobody():
     manager = blocks_of_4(4)
-    with refused(manager, NeverFits, "needs 5 blocks of 4 tokens, the whole pool has 4"):
+    with refused(manager, NeverFits, "needs 5 blocks of 4 tokens, the whole pool of group 0 has 4"):
         manager.add_sequence(range(20))
     assert manager.add_sequence(range(4)).num_blocks == 1
 
@@ -524,7 +524,7 @@ def test_B129_what_would_be_reused_is_not_counted_as_room():
     manager = blocks_of_4(5)
     cached(manager, range(8))
     computed(manager, range(50, 54))
-    with refused(manager, OutOfBlocks, "3 blocks needed, but only 2 are free or evictable") as caught:
+    with refused(manager, OutOfBlocks, "needs 3 blocks, but only 2 are free or evictable") as caught:
         manager.add_sequence(range(20))
     assert (caught.value.needed, caught.value.free, caught.value.evictable) == (3, 2, 0)
     assert caught.value.held == 1
@@ -622,10 +622,10 @@ def test_B210_B211_B214_memory_is_rounded_down_to_whole_blocks():
     layers = [AttentionSpec(num_kv_heads=8, head_dim=128, dtype="bfloat16")] * 32
     config = CacheConfig(layers, block_size=256, memory="9 GiB")
     assert config.block_bytes == 32 * 2**20
-    assert config.resolved_num_blocks == 288
+    assert config.group_num_blocks[0] == 288
     config = CacheConfig(layers, block_size=256, memory=int(0.9 * 21.89 * 2**30))
-    assert config.resolved_num_blocks == 630
-    assert config.resolved_num_blocks * config.block_bytes <= config.memory
+    assert config.group_num_blocks[0] == 630
+    assert config.group_num_blocks[0] * config.block_bytes <= config.memory
 
 
 def test_B217_every_setting_reaches_the_manager_and_unknown_ones_are_refused():

@@ -39,7 +39,7 @@ def test_a_cached_prefix_that_nobody_holds_takes_as_much_room_as_a_cold_one():
     assert forecast.add([1, 2, 3, 4, 5]).free_blocks == 1
     assert forecast.fits([1, 2, 3, 4, 6])
     assert not forecast.fits([9, 9, 9])
-    with pytest.raises(OutOfBlocks, match="2 blocks needed, but only 1"):
+    with pytest.raises(OutOfBlocks, match="needs 2 blocks, but only 1"):
         forecast.add(3)
     assert forecast.add([1, 2, 3, 4, 6]).free_blocks == 0
 

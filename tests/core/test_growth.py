@@ -94,11 +94,11 @@ def test_appending_evicts_what_nobody_holds():
 def test_appending_is_all_or_nothing_over_the_batch():
     manager = small(num_blocks=4)
     sequences = batch_of(manager, [1, 2], [3, 4], [5])
-    with refused(manager, OutOfBlocks, "2 blocks needed, but only 1 are free or evictable (3 held") as caught:
+    with refused(manager, OutOfBlocks, "needs 2 blocks, but only 1 are free or evictable (3 held") as caught:
         manager.append(sequences, [7, 8, 9])
     error = caught.value
     assert (error.needed, error.free, error.evictable, error.held) == (2, 1, 0, 3)
-    with refused(manager, OutOfBlocks, "3 blocks needed"):
+    with refused(manager, OutOfBlocks, "needs 3 blocks"):
         manager.append(np.array([0, 1, 2]), [[7] * 4, [], [8, 9]])
     manager.append(sequences[1:], [8, 9])
     assert [sequence.tokens.tolist() for sequence in sequences] == [[1, 2], [3, 4, 8], [5, 9]]
@@ -254,7 +254,7 @@ def test_capacity_may_be_reserved_up_to_a_length_inside_the_last_block():
 def test_reserving_is_all_or_nothing_over_the_batch():
     manager = small(num_blocks=4)
     sequences = batch_of(manager, [1, 2], [3, 4])
-    with refused(manager, OutOfBlocks, "3 blocks needed, but only 2"):
+    with refused(manager, OutOfBlocks, "needs 3 blocks, but only 2"):
         manager.reserve(sequences, [1, 3])
     manager.reserve(sequences, [1, 1])
     assert manager.num_free_blocks == 0

@@ -32,21 +32,21 @@ def cached_extent(manager, tokens):
 
 def test_a_lost_block_is_named():
     manager = small()
-    manager._state.pool.take(1)
+    manager._state.pools[0].take(1)
     assert only(manager) == "block 0 has 0 owners: it is lost"
 
 
 def test_a_block_given_back_while_a_sequence_has_it_is_named_with_both():
     manager = small()
     manager.add_sequence([1])
-    manager._state.pool.give(np.array([0], np.int32))
+    manager._state.pools[0].give(np.array([0], np.int32))
     assert only(manager) == "block 0 has 2 owners: the free list, <Sequence row 0: 1 tokens, 0 computed, 1 blocks>"
 
 
 def test_a_block_that_is_cached_and_free_is_named_with_both():
     manager = small()
     cached(manager, [1, 2, 3, 4])
-    manager._state.pool.give(np.array([1], np.int32))
+    manager._state.pools[0].give(np.array([1], np.int32))
     problem = only(manager)
     assert problem.startswith("block 1 has 2 owners: the free list, extent of blocks 0 .. 1 of a prefix, ids [0, 1]")
 
@@ -64,7 +64,7 @@ def test_a_block_in_two_rows_is_named_with_both():
 
 def test_a_free_block_listed_twice_is_named():
     manager = small(num_blocks=3)
-    manager._state.pool._free[-1] = manager._state.pool._free[-2]
+    manager._state.pools[0]._free[-1] = manager._state.pools[0]._free[-2]
     assert sorted(problems(manager)) == [
         "block 1 has 2 owners: the free list, the free list",
         "block 2 has 0 owners: it is lost",
@@ -190,7 +190,7 @@ def test_a_partly_filled_extent_that_is_referenced_is_found():
 def test_a_partly_filled_extent_with_children_is_found():
     manager = small()
     extent = cached_extent(manager, [1, 2, 3])
-    child = Extent(extent, bytes(8), bytes(8), manager._state.pool.take(1).copy()[None], 1)
+    child = Extent(extent, bytes(8), bytes(8), manager._state.pools[0].take(1).copy()[None], 1)
     manager._state.tree._link(extent, child)
     assert any(problem.endswith("is partly filled, and yet referenced or not a leaf") for problem in problems(manager))
 
@@ -290,7 +290,7 @@ def test_a_table_that_goes_on_is_found():
     manager = small()
     running(manager)
     manager._state.rows.block_table[0, 0, 5] = 3
-    assert only(manager) == ROW + "its table goes on after its 2 blocks"
+    assert only(manager) == ROW + "its table of group 0 has blocks where it should have none"
 
 
 def test_token_ids_that_were_lost_are_found():
@@ -316,14 +316,14 @@ def test_a_published_block_that_is_not_the_trees_is_found():
     sequence = computed(manager, [1, 2, 3])
     manager._state.publish_committed()
     manager._state.rows.block_table[0, 0, 0] = 5
-    assert only(manager) == f"{sequence!r}: its first 1 blocks are not those that it shares"
+    assert only(manager) == f"{sequence!r}: its first 1 blocks of group 0 are not those that it shares"
 
 
 def test_a_waiting_beam_that_does_not_show_its_leaders_blocks_is_found():
     manager = small()
     beam = manager.add_sequence([1, 2, 3], num_beams=2).beams[1]
     manager._state.rows.block_table[0, beam.row, 0] = 5
-    assert only(manager) == f"{beam!r}: its first 1 blocks are not those that it shares"
+    assert only(manager) == f"{beam!r}: its first 1 blocks of group 0 are not those that it shares"
 
 
 def test_a_live_row_marked_free_is_found():
@@ -345,7 +345,7 @@ def test_a_lost_row_is_found():
 
 def test_all_problems_come_at_once_and_too_many_are_only_counted():
     manager = small(num_blocks=50)
-    manager._state.pool.take(50)
+    manager._state.pools[0].take(50)
     manager._state.tree.num_evictable = 1
     found = problems(manager)
     assert len(found) == 21

@@ -124,13 +124,13 @@ def free_keeps_a_block(monkeypatch):
 @fault
 def blocks_that_were_rebased_do_not_go_back(monkeypatch):
     def rebase(original, state, *arguments):
-        give = state.pool
-        state.pool = BlockPool(state.pool.num_blocks)
-        state.pool.take(state.pool.num_blocks)
+        give = state.pools[0]
+        state.pools[0] = BlockPool(state.pools[0].num_blocks)
+        state.pools[0].take(state.pools[0].num_blocks)
         try:
             original(state, *arguments)
         finally:
-            state.pool = give
+            state.pools[0] = give
 
     wrap(monkeypatch, CacheState, "_rebase", rebase)
 
@@ -142,7 +142,7 @@ def rewinding_goes_on_in_a_published_block(monkeypatch):
         source = state.rows.block_table.item(0, sequence.row, boundary)
         original(state, sequence, left)
         if inside:
-            state.pool.give(state.rows.block_table[0, sequence.row, boundary : boundary + 1])
+            state.pools[0].give(state.rows.block_table[0, sequence.row, boundary : boundary + 1])
             state.rows.block_table[0, sequence.row, boundary] = source
             state.moves.pop()
 

@@ -239,7 +239,7 @@ def test_without_room_for_a_copy_of_a_block_that_others_hold_nothing_changes():
     sequence = published(manager, [1, 2, 3, 4])
     other = manager.add_sequence([1, 2, 3, 4, 5])
     with refused(
-        manager, OutOfBlocks, "1 blocks needed, but only 0 are free or evictable (3 held by 2 sequences"
+        manager, OutOfBlocks, "needs 1 blocks, but only 0 are free or evictable (3 held by 2 sequences"
     ) as caught:
         manager.rewind(sequence, 1)
     assert (caught.value.needed, caught.value.held) == (1, 3)

@@ -1,8 +1,12 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from tests.core.small import computed, ids, label, refused, small
 
 from kvist import ArgumentError, ArgumentTypeError, BatchTables, SequenceError
+from kvist.core.groups import RingGeometry, Span
+from kvist.memory.tables import build_tables
 
 
 def three(manager):
@@ -238,6 +242,179 @@ def test_a_buffer_narrower_than_a_sequence_is_refused_whatever_width_is_asked_fo
         with refused(manager, ArgumentError, "block"):
             manager.tables(sequences, max_blocks=width, out=BatchTables.buffers(3, 2, 8))
     assert manager.tables(sequences[1:], out=BatchTables.buffers(3, 2, 8)).block_table.tolist() == [[3, 0], [4, 0]]
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def group_rows(span, block_table, num_tokens, num_computed, *, firsts=None, ends=None, num_encoder_tokens=()):
+    """The manager's arrays with full attention as group 0 and a group of this span and table, holes 0, as group 1."""
+    table = np.array(block_table, np.int32)
+    num_rows, num_columns = table.shape
+    num_blocks = -(-np.array(num_tokens) // span.block_size)
+    return SimpleNamespace(
+        spans=[Span("full", span.block_size), span],
+        block_table=np.stack([np.arange(70, 70 + table.size, dtype=np.int32).reshape(table.shape), table]),
+        firsts=np.array([[0] * num_rows, firsts or [0] * num_rows]),
+        ends=np.array([num_blocks, num_blocks if ends is None else ends]),
+        num_tokens=np.array(num_tokens),
+        num_computed=np.array(num_computed),
+        num_blocks=num_blocks,
+        block_size=span.block_size,
+        max_tokens=num_columns * span.block_size,
+        capacity=lambda row: int(num_blocks[row]) * span.block_size,
+        sequence_at=lambda row: SimpleNamespace(num_encoder_tokens=num_encoder_tokens[row]),
+    )
+
+
+def group_tables(rows, batch=None, query=None, **options):
+    """The tables of group 1."""
+    named = np.arange(len(rows.num_tokens)) if batch is None else np.array(batch)
+    query = None if query is None else np.array(query)
+    return build_tables(rows, named, query, **{"group": 1} | options)
+
+
+def windowed(num_sink_blocks=0):
+    """Windows of 8 over blocks of 4: 17 of 18 tokens computed, blocks 0 to 1 gone; and 5 of 6 computed, none gone."""
+    span = Span("sliding", block_size=4, window=8, num_sink_blocks=num_sink_blocks)
+    first = [6 if num_sink_blocks else 0, 0, 2, 3, 9]
+    return group_rows(span, [first, [4, 1, 0, 0, 0]], [18, 6], [17, 5], firsts=[2, 0])
+
+
+def test_a_group_has_its_own_table_and_slots():
+    rows = windowed()
+    full, sliding = group_tables(rows, group=0), group_tables(rows)
+    assert full.block_table.tolist() == [[70, 71, 72, 73, 74], [75, 76, 77, 78, 79]]
+    assert sliding.block_table.tolist() == [[0, 0, 2, 3, 9], [4, 1, 0, 0, 0]]
+    assert (full.slot_mapping.tolist(), sliding.slot_mapping.tolist()) == ([74 * 4 + 1, 76 * 4 + 1], [37, 5])
+    assert full.seq_lens.tolist() == sliding.seq_lens.tolist() == [18, 6]
+    assert full.cu_seqlens.tolist() == sliding.cu_seqlens.tolist() == [0, 1, 2]
+
+
+def test_a_groups_table_of_neighbouring_rows_is_a_view():
+    rows = windowed()
+    tables = group_tables(rows)
+    assert np.shares_memory(tables.block_table, rows.block_table)
+    assert not tables.block_table.flags.writeable
+    assert tables.held.tolist() == [[False, False, True, True, True], [True, True, False, False, False]]
+
+
+@pytest.mark.parametrize("num_sink_blocks", [0, 1])
+def test_holes_and_padding_have_the_numbers_that_are_asked_for(num_sink_blocks):
+    rows, sink = windowed(num_sink_blocks), 6 if num_sink_blocks else None
+
+    def table(**options):
+        return group_tables(rows, **options).block_table.tolist()
+
+    def first(hole):
+        return [hole if sink is None else sink, hole, 2, 3, 9]
+
+    assert table() == [first(0), [4, 1, 0, 0, 0]]
+    assert table(padding=-1) == [first(-1), [4, 1, -1, -1, -1]]
+    assert table(holes=-7) == [first(-7), [4, 1, 0, 0, 0]]
+    assert table(padding=-1, holes=0) == [first(0), [4, 1, -1, -1, -1]]
+    assert table(padding=-1, holes=5, batch=[1, 0], max_blocks=7) == [
+        [4, 1, -1, -1, -1, -1, -1],
+        [*first(5), -1, -1],
+    ]
+
+
+def test_a_groups_tables_are_written_into_buffers():
+    rows, out = windowed(1), BatchTables.buffers(3, 6, 4)
+    for array in (out.block_table, out.slot_mapping, out.seq_lens, out.cu_seqlens):
+        array[:] = 99
+    tables = group_tables(rows, padding=-1, holes=5, out=out)
+    assert tables.block_table.tolist() == [[6, 5, 2, 3, 9, -1], [4, 1, -1, -1, -1, -1]]
+    assert lists(tables)[1:] == lists(group_tables(rows))[1:]
+    assert np.shares_memory(tables.block_table, out.block_table)
+    assert np.shares_memory(tables.slot_mapping, out.slot_mapping)
+    assert (out.block_table[2:] == 99).all()
+    assert tables.compacted().block_table.tolist() == [[6, 2, 3, 9], [4, 1, -1, -1]]
+
+
+def test_query_tokens_whose_block_is_gone_have_no_slot():
+    span = Span("sliding", block_size=4, window=6)
+    rows = group_rows(span, [[0, 0, 5, 3]], [14], [0], firsts=[2])
+    assert group_tables(rows).slot_mapping.tolist() == [-1] * 8 + [20, 21, 22, 23, 12, 13]
+    sinks = group_rows(Span("sliding", 4, window=6, num_sink_blocks=1), [[7, 0, 5, 3]], [14], [0], firsts=[2])
+    assert group_tables(sinks).slot_mapping.tolist() == [28, 29, 30, 31, *[-1] * 4, 20, 21, 22, 23, 12, 13]
+
+
+def test_query_tokens_whose_block_is_not_there_yet_have_no_slot():
+    span = Span("sliding", block_size=4, window=6)
+    rows = group_rows(span, [[5, 3, 0, 0]], [14], [0], ends=[2])
+    assert group_tables(rows).slot_mapping.tolist() == [20, 21, 22, 23, 12, 13, 14, 15] + [-1] * 6
+    assert group_tables(rows, max_blocks=2).block_table.tolist() == [[5, 3]]
+
+
+def test_a_chunk_that_has_ended_is_a_hole():
+    span = Span("chunked", block_size=4, chunk_tokens=8)
+    rows = group_rows(span, [[0, 0, 6, 1]], [14], [13], firsts=[2])
+    tables = group_tables(rows, padding=-1)
+    assert tables.block_table.tolist() == [[-1, -1, 6, 1]]
+    assert tables.slot_mapping.tolist() == [5]
+    assert tables.compacted().seq_lens.tolist() == [6]
+
+
+def ring_rows(num_tokens, num_computed):
+    """A window of 10 tokens, 2 of them sinks in a block of their own, in blocks 5, 2 and 7 of 4 tokens."""
+    geometry = RingGeometry(block_size=4, window=10, sink_tokens=2, has_extra_block=False)
+    return group_rows(
+        Span("ring", 4, window=10, ring=geometry), [[5, 2, 7, 0, 0, 0]], [num_tokens], [num_computed], ends=[3]
+    )
+
+
+def test_a_ring_writes_where_its_tokens_lie():
+    assert group_tables(ring_rows(10, 0)).slot_mapping.tolist() == [20, 21, 8, 9, 10, 11, 28, 29, 30, 31]
+    tables = group_tables(ring_rows(12, 10))
+    assert tables.block_table.tolist() == [[5, 2, 7]]
+    assert tables.slot_mapping.tolist() == [8, 9]
+    assert tables.seq_lens.tolist() == [12]
+
+
+def test_a_token_that_the_same_pass_overwrites_has_no_slot():
+    slots = group_tables(ring_rows(13, 0)).slot_mapping.tolist()
+    assert slots == [20, 21, -1, -1, -1, 11, 28, 29, 30, 31, 8, 9, 10]
+
+
+def test_a_state_group_names_one_block_and_has_no_slots():
+    rows = group_rows(Span("state", block_size=4), [[8, 0, 0], [3, 0, 0]], [9, 5], [7, 4], ends=[1, 1])
+    tables = group_tables(rows)
+    assert tables.block_table.tolist() == [[8], [3]]
+    assert tables.slot_mapping.tolist() == [-1, -1, -1]
+    assert (tables.seq_lens.tolist(), tables.cu_seqlens.tolist()) == ([9, 5], [0, 2, 3])
+    assert group_tables(rows, max_blocks=1).block_table.tolist() == [[8], [3]]
+    assert group_tables(rows, batch=[1], out=BatchTables.buffers(2, 1, 3)).block_table.tolist() == [[3]]
+
+
+def test_a_cross_group_has_the_encoders_tokens():
+    encoder = {"ends": [2, 0, 1], "num_encoder_tokens": [6, 0, 4]}
+    rows = group_rows(Span("cross", 4), [[4, 1], [0, 0], [2, 0]], [3, 2, 1], [2, 0, 0], **encoder)
+    tables = group_tables(rows, padding=-1)
+    assert tables.block_table.tolist() == [[4, 1], [-1, -1], [2, -1]]
+    assert tables.seq_lens.tolist() == [6, 0, 4]
+    assert tables.slot_mapping.tolist() == [16, 17, 18, 19, 4, 5, 8, 9, 10, 11]
+    assert tables.cu_seqlens.tolist() == [0, 1, 3, 4]
+    assert tables.flashinfer().indptr.tolist() == [0, 2, 2, 3]
+    assert group_tables(rows, query=[1, 1, 1]).slot_mapping.tolist() == tables.slot_mapping.tolist()
+
+
+def test_a_width_is_refused_where_a_row_of_the_group_has_more_blocks():
+    with pytest.raises(ArgumentError, match="max_blocks is 4, a sequence has 5 blocks"):
+        group_tables(windowed(), max_blocks=4)
+    assert group_tables(windowed(), batch=[1], max_blocks=2).block_table.tolist() == [[4, 1]]
+
+
+def test_a_group_of_no_rows_is_empty():
+    tables = group_tables(windowed(), batch=np.zeros(0, np.int64))
+    assert lists(tables) == [[], [], [], [0], []]
+    assert tables.held.shape == (0, 0)
+
+
+def test_B201_slots_of_large_blocks_are_exact():
+    rows = group_rows(Span("full", block_size=16384), [[2**20]], [3], [0])
+    assert group_tables(rows).slot_mapping.tolist() == [2**34, 2**34 + 1, 2**34 + 2]
+    assert group_tables(rows).token_rows().tolist() == [2**34, 2**34 + 1, 2**34 + 2]
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

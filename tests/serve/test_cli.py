@@ -12,11 +12,13 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tests.serve.models import tiny_model
+from tests.serve.models import HYBRID_KINDS, STATE_KINDS, TINY_KINDS, tiny_config, tiny_model
 from typer.testing import CliRunner
 
 from kvist.cli import app
+from kvist.planning import layers_of_model
 from kvist.serve import demo, load_model
+from kvist.serve.layers import model_layers
 from kvist.serve.model import ModelNotFound, _made_whole, converted_gguf, is_hub_name, loading_quietly
 
 WORDS = [f"w{number}" for number in range(500)]
@@ -395,3 +397,90 @@ def test_a_conversion_that_another_process_finished_first_is_taken(tmp_path):
         (tmp_path / "model" / "weights").write_bytes(b"theirs")
     assert (tmp_path / "model" / "weights").read_bytes() == b"theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_how_many_sequences_fit(folder):
+    """The tiny llama has 4 layers of 2 heads of 16 in float32: 1 KiB a token, 16 KiB a block."""
+    result = invoke("plan", folder, "--memory", "1 MiB", "--length", 100)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "9 sequences of 100 tokens at the same time" in result.stdout
+    assert "1,048,576 bytes in blocks of 16 tokens, 0 left over" in result.stdout
+
+
+def test_plan_prints_one_json_object(folder):
+    arguments = ["--memory", "1 MiB", "--length", 100, "--block-size", 4, "--dtype", "float16", "--host", "3 MiB"]
+    made = json.loads(invoke("plan", Path(folder) / "config.json", *arguments, "--disk", "5 MiB", "--json").stdout)
+    (group,) = made["groups"]
+    assert (group["kind"], group["layers"], group["token_bytes"], group["block_bytes"]) == (
+        "full",
+        [0, 1, 2, 3],
+        512,
+        2048,
+    )
+    assert (made["num_sequences"], made["concurrency"], made["longest_sequence"]) == (20, 20.48, 2048)
+    assert [(tier["name"], tier["num_sequences"]) for tier in made["tiers"]] == [("host", 61.44), ("disk", 102.4)]
+
+
+def test_plan_says_what_memory_so_many_sequences_need(folder):
+    made = json.loads(invoke("plan", folder, "--sequences", 7, "--length", 100, "--prompt", 60, "--json").stdout)
+    assert (made["memory_bytes"], made["num_sequences"]) == (7 * 7 * 16 * 1024, 7)
+    assert made["load"]["num_prompt_tokens"] == 60
+
+
+@pytest.mark.parametrize("kind", [*TINY_KINDS, *HYBRID_KINDS, *STATE_KINDS])
+def test_plan_reads_from_a_config_what_the_layers_of_the_model_keep(kind):
+    """As the engine finds it, by running a token through the model."""
+    config = json.loads(tiny_config(kind).to_json_string())
+    assert tuple(layers_of_model(config, dtype="bfloat16")) == model_layers(tiny_model(kind).bfloat16()).specs
+
+
+def test_plan_needs_no_torch(folder):
+    program = (
+        "import sys; from kvist.cli import main; sys.argv[1:] = ['plan', *sys.argv[1:]]\n"
+        "try: main()\nfinally: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, folder, "--memory", "1 MiB", "--length", "100"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "9 sequences of 100 tokens" in result.stdout
+    assert result.stderr == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "give either --memory or --sequences"),
+        (["--memory", "1 MiB", "--sequences", 2], 2, "give either --memory or --sequences"),
+        (["--memory", "1 MiB", "--length", 10, "--prompt", 11], 2, "num_prompt_tokens is 11, more than num_tokens=10"),
+        (["--memory", "1 MB more"], 1, "'1 MB more' is not a size"),
+        (["--memory", "1 KiB"], 1, "memory is 1024 bytes, less than one block of 16384 bytes"),
+        (["--memory", "1 MiB", "--host", "much"], 1, "'much' is not a size"),
+        (["--memory", "1 MiB", "--dtype", "int4"], 1, "dtype is 'int4', must be one of float32"),
+    ],
+)
+def test_what_plan_cannot_do_is_told(folder, arguments, status, message):
+    result = invoke("plan", folder, *arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert result.stderr.startswith("kvist: ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "is not JSON"),
+        ("[]", "is not the config of a model: it holds a list"),
+        ("{}", "no "),
+    ],
+    ids=["missing", "no JSON", "a list", "empty"],
+)
+def test_plan_tells_what_is_no_config_of_a_model(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = invoke("plan", tmp_path, "--memory", "1 MiB")
+    assert result.exit_code == 1
+    assert message in result.stderr

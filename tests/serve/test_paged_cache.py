@@ -1,13 +1,16 @@
 """PagedCache in plain `generate` calls: the default cache's tokens, with less computed when prompts share prefixes."""
 
+import functools
 import gc
+import re
 
 import numpy as np
 import pytest
 import torch
-from tests.serve.models import TINY_KINDS, VOCAB_SIZE, tiny_config, tiny_model
-from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+from tests.serve.models import HYBRID_KINDS, STATE_KINDS, TINY_KINDS, VOCAB_SIZE, WINDOW, tiny_config, tiny_model
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from kvist.config import StateSpec
 from kvist.errors import ConfigError, NeverFits, OutOfBlocks, SequenceError
 from kvist.serve.transformers import PagedCache
 from kvist.serve.transformers import cache as module
@@ -25,12 +28,22 @@ def draft_model():
     return tiny_model("llama", seed=1)
 
 
+@functools.cache
+def model_of(kind):
+    return tiny_model(kind, **_eager(kind))
+
+
 @pytest.fixture
 def cache(llama):
     with PagedCache(llama, num_blocks=200, block_size=BLOCK_SIZE) as cache:
         yield cache
         cache.reset()
         assert_nothing_held(cache)
+
+
+def _eager(kind):
+    """What a model of a kind that transformers can't run with sdpa needs."""
+    return {"attn_implementation": "eager"} if kind in {"gemma2", "gpt_oss"} else {}
 
 
 def assert_nothing_held(cache):
@@ -59,14 +72,18 @@ def text(model, *, seed=0, max_new_tokens=12, **settings):
 
 
 class Counted:
-    """How many token embeddings a model looks up, over all rows, while this is entered."""
+    """How many token embeddings a model looks up while this is entered: by forward `[rows, columns]`, and in all."""
 
     def __init__(self, model):
         self._embedding = model.get_input_embeddings()
-        self.num_tokens = 0
+        self.forwards = []
+
+    @property
+    def num_tokens(self):
+        return sum(rows * columns for rows, columns in self.forwards)
 
     def _count(self, _, args):
-        self.num_tokens += args[0].numel()
+        self.forwards.append(tuple(args[0].shape))
 
     def __enter__(self):
         self._hook = self._embedding.register_forward_pre_hook(self._count)
@@ -177,6 +194,174 @@ def test_random_calls_over_a_pool_that_evicts_all_the_time(llama):
         cache.reset()
         assert_nothing_held(cache)
     assert num_skipped > 100
+
+
+# ---- windows, chunks, sinks, latents, shared layers and states -------------------------------------------------------
+
+KINDS = (*HYBRID_KINDS, *STATE_KINDS)
+# transformers has no assisted decoding for these two.
+ASSISTED_KINDS = [kind for kind in KINDS if kind not in {"qwen3_next", "falcon_h1"}]
+
+
+@pytest.fixture
+def hybrid(request):
+    """A cache of 200 blocks in each group, for the model of the kind that is asked for."""
+    with PagedCache(model_of(request.param), num_blocks=200, block_size=BLOCK_SIZE) as cache:
+        yield request.param, model_of(request.param), cache
+        cache.reset()
+        assert_nothing_held(cache)
+
+
+def with_kinds(*kinds):
+    return pytest.mark.parametrize("hybrid", kinds, indirect=True)
+
+
+@with_kinds(*KINDS)
+def test_prompts_longer_than_the_window_give_the_default_tokens_cold_and_warm(hybrid):
+    _, model, cache = hybrid
+    question = torch.cat([prompt(30), prompt(9, seed=7)], dim=1)
+    for way in BATCHED:
+        for ids in (prompt(30), question):
+            settings = {"input_ids": ids, "max_new_tokens": 6, **WAYS[way]}
+            expected = text(model, **settings)
+            assert [text(model, **settings, cache=cache) for _ in range(2)] == [expected, expected], (way, ids.shape[1])
+            assert cache.num_skipped_tokens[0] >= ids.shape[1] - 1 - BLOCK_SIZE, way
+
+
+@with_kinds(*KINDS)
+def test_left_padded_prompts_around_the_window_give_the_default_tokens_cold_and_warm(hybrid):
+    _, model, cache = hybrid
+    first = left_padded(prompt(30), prompt(5, seed=1), prompt(WINDOW, seed=2), prompt(WINDOW, seed=2))
+    second = left_padded(torch.cat([prompt(24), prompt(7, seed=5)], dim=1), prompt(22))
+    for way in ("greedy", "sampled", "beams"):
+        for rows in (first, second):
+            settings = {**rows, "max_new_tokens": 6, **WAYS[way]}
+            expected = text(model, **settings)
+            assert [text(model, **settings, cache=cache) for _ in range(2)] == [expected, expected], (way, len(rows))
+
+
+@with_kinds(*ASSISTED_KINDS)
+def test_guesses_taken_back_beyond_the_window_leave_the_default_tokens(hybrid, draft_model):
+    kind, model, cache = hybrid
+    twin = tiny_model(kind, **_eager(kind))
+    for length in (5, 30):
+        settings = {"input_ids": prompt(length), "max_new_tokens": 12}
+        expected = text(model, **settings)
+        for helper in ({"assistant_model": draft_model}, {"assistant_model": twin}, {"prompt_lookup_num_tokens": 3}):
+            given = [text(model, **settings, cache=cache, **helper) for _ in range(2)]
+            assert given == [expected, expected], (length, list(helper))
+
+
+@with_kinds(*KINDS)
+def test_a_conversation_goes_on_past_the_window_turn_by_turn(hybrid):
+    _, model, cache = hybrid
+    turn = prompt(6)
+    for number in range(4):
+        settings = {"input_ids": turn, "attention_mask": torch.ones_like(turn), "max_new_tokens": 8}
+        expected = text(model, **settings)
+        assert text(model, **settings, cache=cache) == expected, number
+        assert cache.num_skipped_tokens[0] >= (number and turn.shape[1] - 6 - 2 * BLOCK_SIZE)
+        turn = torch.cat([torch.tensor(expected), prompt(5, seed=10 + number)], dim=1)
+
+
+@with_kinds(*KINDS)
+def test_a_prompt_of_a_hybrid_prefilled_in_chunks_gives_the_default_tokens(hybrid):
+    _, model, cache = hybrid
+    for length in (30, 33):
+        expected = text(model, input_ids=prompt(length), prefill_chunk_size=8)
+        assert text(model, input_ids=prompt(length), prefill_chunk_size=8, cache=cache) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls_of_hybrids_over_pools_that_evict_all_the_time(kind):
+    model, random, num_skipped = model_of(kind), np.random.default_rng(3), 0
+    # Of states two more than three beams have.
+    num_blocks = [40, 5] if kind in STATE_KINDS else 40
+    with PagedCache(model, num_blocks=num_blocks, block_size=BLOCK_SIZE) as cache:
+        for call in range(16):
+            way = str(random.choice(list(WAYS if kind in ASSISTED_KINDS else BATCHED)))
+            rows = [prompt(int(length), seed=int(random.integers(2))) for length in random.integers(1, 30, 3)]
+            inputs = left_padded(*rows[: 1 if way not in {"greedy", "sampled"} else random.integers(1, 4)])
+            settings = {**inputs, **WAYS[way], "max_new_tokens": int(random.integers(1, 8)), "seed": call}
+            assert text(model, **settings, cache=cache) == text(model, **settings), (call, way)
+            cache.manager.check()
+            num_skipped += sum(cache.num_skipped_tokens)
+        cache.reset()
+        assert_nothing_held(cache)
+    assert num_skipped > 20
+
+
+@with_kinds("windowed mistral", "gemma3_text", "llama4_text", "qwen3_next", "falcon_h1", "lfm2")
+def test_rows_that_are_behind_catch_up_with_those_that_have_more_in_the_pool(hybrid):
+    _, model, cache = hybrid
+    text(model, input_ids=prompt(30), cache=cache, max_new_tokens=1)
+    rows = {"input_ids": torch.cat([prompt(30), prompt(30, seed=4)])}
+    expected = text(model, **rows)
+    with Counted(model) as computed:
+        assert text(model, **rows, cache=cache) == expected
+    found, nothing = cache.num_cached_tokens
+    assert found >= 28
+    assert nothing == 0
+    assert cache.num_skipped_tokens == [found, 0]
+    assert computed.num_tokens == found + 2 * (30 - found + 11)
+
+
+@with_kinds("qwen3_next", "falcon_h1", "lfm2")
+def test_a_state_is_kept_after_the_last_whole_block_before_a_prompts_last_token(hybrid):
+    _, model, cache = hybrid
+    with Counted(model) as computed:
+        text(model, input_ids=prompt(33), cache=cache, max_new_tokens=1)
+    assert computed.forwards == [(1, 32), (1, 1)]
+    with Counted(model) as computed:
+        text(model, input_ids=prompt(35), cache=cache, max_new_tokens=1)
+    assert computed.forwards == [(1, 3)]
+
+
+@with_kinds("qwen3_next", "falcon_h1", "lfm2")
+def test_a_state_is_kept_where_two_prompts_part_so_that_the_third_finds_it(hybrid):
+    _, model, cache = hybrid
+    cached = []
+    for seed in (1, 2, 3):
+        question = torch.cat([prompt(20), prompt(9, seed)], dim=1)
+        expected = text(model, input_ids=question)
+        assert text(model, input_ids=question, cache=cache) == expected
+        cached += cache.num_cached_tokens
+    assert cached == [0, 0, 20]
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_states_can_be_kept_at_regular_distances(kind):
+    model = model_of(kind)
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE, checkpoint_tokens=8) as cache:
+        assert {spec.checkpoint_tokens for spec in cache.manager.config.layers if isinstance(spec, StateSpec)} == {8}
+        with Counted(model) as computed:
+            text(model, input_ids=prompt(30), cache=cache, max_new_tokens=1)
+        assert computed.forwards == [(1, 8), (1, 8), (1, 8), (1, 4), (1, 2)]
+        question = torch.cat([prompt(20), prompt(9, seed=1)], dim=1)
+        expected = text(model, input_ids=question)
+        assert text(model, input_ids=question, cache=cache) == expected
+        assert cache.num_cached_tokens == [16]
+
+
+@with_kinds("windowed mistral", "gemma3n_text", "qwen3_next", "falcon_h1")
+def test_beams_of_hybrids_with_different_prompts_share_what_is_cached(hybrid):
+    _, model, cache = hybrid
+    text(model, input_ids=prompt(30), cache=cache, max_new_tokens=1)
+    rows = left_padded(torch.cat([prompt(24), prompt(9, seed=1)], dim=1), prompt(30), prompt(9, seed=2))
+    expected = text(model, **rows, num_beams=3)
+    assert [text(model, **rows, num_beams=3, cache=cache) for _ in range(2)] == [expected, expected]
+
+
+def test_rows_whose_queries_are_scaled_by_column_reuse_what_had_as_much_padding():
+    model = model_of("llama4_text")
+    with PagedCache(model, num_blocks=100, block_size=BLOCK_SIZE) as cache:
+        cached = []
+        for other in (30, 30, 40, 20):
+            rows = left_padded(prompt(20), prompt(other, seed=1))
+            expected = text(model, **rows)
+            assert text(model, **rows, cache=cache) == expected
+            cached.append(cache.num_cached_tokens[0])
+        assert cached == [0, 19, 0, 0]
 
 
 # ---- what is not computed again --------------------------------------------------------------------------------------
@@ -333,6 +518,36 @@ def test_forward_calls_of_ones_own_give_the_default_logits(llama, cache):
     assert torch.allclose(given, llama(ids, cache=default).logits, atol=1e-4)
 
 
+@with_kinds(*KINDS)
+def test_forward_calls_of_ones_own_give_the_default_logits_past_the_window(hybrid):
+    _, model, cache = hybrid
+    ids = prompt(30)
+    for _ in range(2):
+        cache.reset()
+        with torch.no_grad():
+            given = [
+                model(part, cache=cache).logits for part in (ids[:, :17], ids[:, 17:19], ids[:, 19:20], ids[:, 20:])
+            ]
+    assert cache.get_seq_length() == 30
+    assert torch.allclose(torch.cat(given, dim=1), model(ids).logits, atol=1e-3)
+
+
+@with_kinds("windowed mistral", "gemma3_text", "llama4_text", "qwen3_next", "falcon_h1")
+def test_the_last_logits_of_equal_rows_of_a_hybrid_skip_what_is_cached(hybrid):
+    kind, model, cache = hybrid
+    ids = prompt(30).expand(2, -1)
+    text(model, input_ids=ids, cache=cache, max_new_tokens=2)
+    for num_logits in (1, 3, 12):
+        cache.reset()
+        with Counted(model) as computed, torch.no_grad():
+            given = model(ids, cache=cache, logits_to_keep=num_logits).logits
+        assert torch.allclose(given, model(ids).logits[:, -num_logits:], atol=1e-3)
+        # The state that is kept is one after 28 tokens, too late for those who want more than the last two logits.
+        assert computed.num_tokens <= 2 * (
+            30 if kind in STATE_KINDS and num_logits > 2 else num_logits + 2 * BLOCK_SIZE
+        )
+
+
 def test_a_forward_that_wants_the_last_logits_skips_what_is_cached(llama, cache):
     text(llama, input_ids=prompt(20), cache=cache)
     cache.reset()
@@ -351,6 +566,27 @@ def test_crop_takes_columns_back_by_either_convention(llama, cache, removed):
         given = llama(prompt(3, seed=8), cache=cache).logits
         expected = llama(torch.cat([prompt(17), prompt(3, seed=8)], dim=1)).logits[:, -3:]
     assert torch.allclose(given, expected, atol=1e-4)
+
+
+@with_kinds("windowed mistral", "gemma3_text", "llama4_text", "qwen3_next", "falcon_h1", "lfm2")
+@pytest.mark.parametrize("is_recording", [False, True], ids=["unannounced", "announced"])
+def test_crop_takes_columns_of_hybrids_back_beyond_the_last_forward(hybrid, is_recording):
+    _, model, cache = hybrid
+    ids = torch.cat([prompt(30), prompt(30, seed=1)])
+    if is_recording:
+        cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :28], cache=cache)
+        model(ids[:, 28:], cache=cache)
+        for removed, kept in ((1, 29), (0, 29), (8, 21), (15, 6)):
+            cache.crop(-removed)
+            assert cache.get_seq_length() == kept
+            if removed:
+                given = model(prompt(3, seed=8).expand(2, -1), cache=cache).logits
+                expected = model(torch.cat([ids[:, :kept], prompt(3, seed=8).expand(2, -1)], dim=1)).logits[:, -3:]
+                assert torch.allclose(given, expected, atol=1e-3)
+                cache.crop(-3)
+    cache.manager.check()
 
 
 def test_crop_leaves_rows_that_would_be_padding_only_alone(llama, cache):
@@ -374,6 +610,19 @@ def test_rows_can_be_repeated_and_selected(llama, cache):
         expected = llama(torch.cat([rows[[2, 0, 0]], new], dim=1)).logits[:, -2:]
     assert torch.allclose(given, expected, atol=1e-4)
     cache.manager.check()
+
+
+@with_kinds("windowed mistral", "gemma3_text", "qwen3_next", "falcon_h1")
+def test_rows_of_hybrids_can_be_repeated_and_selected(hybrid):
+    _, model, cache = hybrid
+    rows = torch.cat([prompt(30), prompt(30, seed=1), prompt(30, seed=2)])
+    with torch.no_grad():
+        model(rows, cache=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 0, 1]))
+        given = model(prompt(2, seed=3).expand(3, -1), cache=cache).logits
+        expected = model(torch.cat([rows[[2, 0, 0]], prompt(2, seed=3).expand(3, -1)], dim=1)).logits[:, -2:]
+    assert torch.allclose(given, expected, atol=1e-3)
 
 
 def test_selected_rows_keep_their_padding(llama, cache):
@@ -403,6 +652,30 @@ def test_running_out_of_blocks_says_what_to_do_and_leaves_the_cache_usable(llama
         expected = text(llama, input_ids=prompt(20), max_new_tokens=8)
         assert text(llama, input_ids=prompt(20), max_new_tokens=8, cache=cache) == expected
         assert cache.num_skipped_tokens == [19]
+
+
+def test_running_out_of_one_groups_blocks_says_how_many_each_has():
+    model = model_of("gemma3_text")
+    with PagedCache(model, num_blocks=[20, 6], block_size=BLOCK_SIZE) as cache:
+        with pytest.raises((OutOfBlocks, NeverFits), match=re.escape("share 20 full + 6 sliding blocks of 4 tokens")):
+            text(model, input_ids=prompt(40), cache=cache)
+        assert_nothing_held(cache)
+        expected = text(model, input_ids=prompt(20))
+        assert text(model, input_ids=prompt(20), cache=cache) == expected
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "windowed mistral", "falcon_h1"])
+def test_no_forward_is_longer_than_was_promised(kind):
+    model = model_of(kind)
+    with PagedCache(model, num_blocks=40, block_size=BLOCK_SIZE, max_chunk_tokens=8) as cache:
+        expected = text(model, input_ids=prompt(60), max_new_tokens=6)
+        with Counted(model) as computed:
+            assert text(model, input_ids=prompt(60), max_new_tokens=6, cache=cache) == expected
+        assert max(columns for _, columns in computed.forwards) <= 8
+        with pytest.raises(SequenceError, match="logits or states of 9 tokens, but max_chunk_tokens promises"):
+            model(prompt(9, seed=1), cache=cache)
+        cache.reset()
+        assert_nothing_held(cache)
 
 
 def test_prompts_that_do_not_fit_are_all_refused(llama):
@@ -523,7 +796,7 @@ def test_a_generate_that_marks_no_calls_is_told_to_reset(llama, cache, monkeypat
 
 
 UNSUITED = {
-    "DynamicSlidingWindowLayer": lambda: tiny_model("mistral", sliding_window=8),
+    "takes no position_ids": lambda: MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
     "RoPE of type dynamic": lambda: tiny_model(
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     ),
@@ -540,6 +813,11 @@ def test_models_whose_prefixes_cannot_be_reused_are_refused(reason):
     with pytest.raises(ConfigError, match=reason):
         PagedCache(model, num_blocks=10)
     assert not model._forward_hooks
+
+
+def test_windows_that_are_written_over_are_refused():
+    with pytest.raises(ConfigError, match="ring is True, but a PagedCache needs windows"):
+        PagedCache(model_of("gemma3_text"), num_blocks=10, ring=True)
 
 
 # ---- lifetime --------------------------------------------------------------------------------------------------------
@@ -582,3 +860,6 @@ def test_the_size_can_be_given_in_bytes_or_left_out(llama, monkeypatch):
         assert cache.manager.num_blocks == 2**20 // (BLOCK_SIZE * token_bytes)
     with PagedCache(llama) as cache:
         assert cache.manager.num_blocks == 2**21 // (16 * token_bytes)
+    with PagedCache(model_of("gemma3_text"), typical_length=10 * WINDOW) as cache:
+        full, sliding = cache.manager.config.group_num_blocks
+        assert 9 * sliding <= full <= 11 * sliding

@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-from kvist.core import branches
+from kvist.core import branches, holdings, recurrent
 from kvist.core.extents import Blocks, Extent, Match, Namespace
+from kvist.core.misses import NOTHING_MISSED, miss_of
 from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
-from kvist.core.sequences import Sequence
+from kvist.core.sequences import Encoder, Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
 
-__all__ = ["admit", "check_prompt", "extent_of", "match_prompt"]
+__all__ = ["admit", "check_prompt", "extent_of", "match_prompt", "prompt_needs"]
 
 
-def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int) -> None:
+def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int, num_encoder_tokens: int) -> None:
     """Raise unless an empty cache with so many free rows would admit a prompt of that length."""
     if not num_tokens:
         raise ArgumentError("tokens is empty; a prompt has at least one token")
-    if num_tokens > state.rows.max_tokens:
-        raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {state.rows.max_tokens}")
-    num_full, rest = divmod(num_tokens, state.block_size)
-    needed, total = num_full + (num_beams if rest else 0), state.pool.num_blocks
-    if needed > total:
-        raise NeverFits(f"the prompt needs {needed} blocks of {state.block_size} tokens, the whole pool has {total}")
+    longest = state.rows.max_tokens
+    if num_tokens > longest:
+        raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {longest}")
+    if num_encoder_tokens:
+        _check_encoder(state, num_encoder_tokens)
+    needs = prompt_needs(state, num_tokens, 0, num_beams, num_encoder_tokens)
+    for index, pool in enumerate(state.pools):
+        if needs[index] > pool.num_blocks:
+            raise NeverFits(
+                f"the prompt needs {needs[index]} blocks of {state.block_size} tokens, "
+                f"the whole pool of group {state.pool_of.index(index)} has {pool.num_blocks}"
+            )
     state.require_rows(num_beams, free_rows)
 
 
-def match_prompt(state: CacheState, prompt: bytes | memoryview, namespace: Namespace) -> Match | None:
-    """Find all of a prompt but its last token, which must be computed for its logits."""
+def _check_encoder(state: CacheState, num_encoder_tokens: int) -> None:
+    if state.cross is None:
+        raise ArgumentError(f"encoder_tokens is {num_encoder_tokens}, but no layer has cross attention")
+    if num_encoder_tokens > state.rows.max_tokens:
+        raise NeverFits(f"the encoder has {num_encoder_tokens} tokens, max_sequence_length is {state.rows.max_tokens}")
+
+
+def prompt_needs(
+    state: CacheState, num_tokens: int, num_reused: int, num_beams: int, num_encoder_tokens: int
+) -> list[int]:
+    """Count the blocks by pool that a prompt must be given, of which `num_reused` whole blocks are cached."""
+    num_full, rest = divmod(num_tokens, state.block_size)
+    needs = state.column_needs(num_full - num_reused + (num_beams if rest else 0))
+    if state.recurrent is not None:
+        needs[state.pool_of[state.recurrent.index]] += num_beams
+    if state.cross is not None:
+        needs[state.pool_of[state.cross]] += -(-num_encoder_tokens // state.block_size)
+    return needs
+
+
+def match_prompt(
+    state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int | None = None
+) -> Match | None:
+    """Find a prompt up to `limit` bytes: all but its last token, which must be computed for its logits."""
+    if limit is None:
+        limit = len(prompt) - TOKEN_BYTES
     while (root := state.tree.roots.get(namespace)) is not None:
-        match = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial)
+        match = state.tree.find(root, prompt, limit, partial=state.tree.partial)
         if not state.publish_along(match):
-            return match
+            return state.tree.fit(match) if state.spanned else match
     return None
 
 
@@ -45,30 +76,99 @@ def admit(
     publishes: bool,
     retention: Retention | None,
     num_beams: int,
+    num_encoder_tokens: int = 0,
+    resumed: Sequence | None = None,
 ) -> Sequence:
-    """Give a checked prompt a row that holds what it matched, and blocks for the rest, or raise OutOfBlocks."""
+    """Give a checked prompt a row that holds what it matched, and blocks for the rest, or raise OutOfBlocks.
+
+    The row is a new sequence's, or that of one to be `resumed`.
+    """
     rows, tree, block_bytes = state.rows, state.tree, state.tree.block_bytes
+    num_tokens = len(prompt) // TOKEN_BYTES
     num_blocks, num_reused = -(-len(prompt) // block_bytes), match.position // block_bytes if match else 0
-    num_extra = num_beams - 1 if len(prompt) % block_bytes else 0
-    num_new = num_blocks - num_reused
-    state.require_blocks(num_new + num_extra, match)
-    source = int(match.source.blocks[0, match.source_block]) if match and match.source else None
+    needs = prompt_needs(state, num_tokens, num_reused, num_beams, num_encoder_tokens)
+    state.require(needs, match)
+    sources = _sources(state, match)
+    miss = NOTHING_MISSED if resumed else miss_of(state, prompt, namespace, match)
 
     extent: Extent = extent_of(state, match) if match else tree.root(namespace)
     tree.hold(extent)
-    sequence = rows.open(namespace, extent, publishes=publishes)
-    sequence.num_prompt_tokens, sequence.retention = len(prompt) // TOKEN_BYTES, retention
-    table = rows.block_table[:, sequence.row]
+    sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
+    if resumed is None:
+        sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss.reason
     if num_reused:
-        _fill_from_tree(table, extent)
-    state.evict_for(num_new)
-    table[0, num_reused:num_blocks] = state.pool.take(num_new)
+        _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * block_bytes :]))
-    _note_cached(state, sequence, match, source, num_reused)
+    if state.is_plain:
+        state.make_room(needs)
+        rows.block_table[0, sequence.row, num_reused:num_blocks] = state.pools[0].take(num_blocks - num_reused)
+    else:
+        _fill_groups(state, sequence, match, needs, num_encoder_tokens)
+    num_cached = _note_cached(state, sequence, match, sources, num_reused)
+    if resumed is None:
+        sequence.num_cached_tokens = num_cached
     if num_beams > 1:
         branches.add_beams(state, sequence, bytes(prompt), num_beams)
-    state.counters.admit(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_blocks + num_extra, num_reused)
+    if resumed is None:
+        state.counters.admit(num_tokens, num_cached, miss.reason)
+    _count_blocks(state, sequence, num_reused, num_blocks, num_beams, is_prompt=resumed is None)
     return sequence
+
+
+def _count_blocks(
+    state: CacheState, sequence: Sequence, num_reused: int, num_blocks: int, num_beams: int, *, is_prompt: bool
+) -> None:
+    """Count the blocks of each group that were reused, and those that were allocated."""
+    num_new = num_blocks - num_reused
+    if num_beams > 1 and sequence.num_prompt_tokens % state.block_size:
+        num_new += num_beams - 1
+    row, rows = sequence.row, state.rows
+    for index, span in enumerate(state.spans):
+        counters = state.counters.groups[index]
+        if span.kind == "full":
+            reused, new = num_reused, num_new
+        elif span.kind == "state":
+            reused, new = 0, num_beams
+        elif span.kind == "cross":
+            reused, new = 0, rows.ends_of[index][row]
+        else:
+            reused, new = num_reused - rows.firsts_of[index][row], num_new
+        if is_prompt:
+            counters.admit(reused, new)
+        else:
+            counters.num_allocated += new
+
+
+def _fill_groups(
+    state: CacheState, sequence: Sequence, match: Match | None, needs: list[int], num_encoder_tokens: int
+) -> None:
+    """Give a row what it must have besides what it reuses, in every group."""
+    row, rows = sequence.row, state.rows
+    start, end = rows.published_of[row], rows.blocks_of[row]
+    checkpoint = _checkpoint(state, match)
+    state.make_room(needs)
+    state.fill(row, start, end)
+    if state.recurrent is not None:
+        recurrent.give_row_a_state(state, row)
+        if checkpoint is not None:
+            recurrent.order_state_move(state, checkpoint, row)
+    if num_encoder_tokens and state.cross is not None:
+        blocks = state.group_pools[state.cross].take(-(-num_encoder_tokens // state.block_size)).copy()
+        state.join_encoder(sequence, Encoder(blocks, num_encoder_tokens))
+    if match is not None and match.known > match.position:
+        sequence.num_shared_tokens = match.known // TOKEN_BYTES
+
+
+def _checkpoint(state: CacheState, match: Match | None) -> int | None:
+    """Return the block with the state after a match, if states are kept and the match is not empty."""
+    if state.recurrent is None or match is None or not match.position:
+        return None
+    # The match's own extent may have been cut at its end since.
+    node, column = match.bottom, match.position // state.tree.block_bytes - 1
+    while node.start > column:
+        assert node.parent is not None
+        node = node.parent
+    return node.blocks.item(state.recurrent.index, column - node.start)
 
 
 def extent_of(state: CacheState, match: Match) -> Extent:
@@ -76,35 +176,47 @@ def extent_of(state: CacheState, match: Match) -> Extent:
     return state.tree.split(match.child, match.child_blocks) if match.child else match.extent
 
 
-def _fill_from_tree(table: Blocks, extent: Extent) -> None:
-    """Write the blocks on the path to an extent into a row's table `[num_groups, columns]`, counting a hit of each."""
-    path = []
-    while extent.parent is not None:
-        extent.hits += 1
-        path.append(extent.blocks)
-        extent = extent.parent
-    end = 0
-    for blocks in reversed(path):
-        start, end = end, end + blocks.shape[1]
-        table[:, start:end] = blocks
+def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> None:
+    """Write the blocks that a sequence reuses into its row's table, hold them, and count a hit of each extent."""
+    table, row, extent = state.rows.block_table, sequence.row, sequence._extent
+    node, end = extent, num_reused
+    while node.parent is not None:
+        node.hits += 1
+        if state.has_full:
+            table[0, row, node.start : end] = node.blocks[0]
+        node, end = node.parent, node.start
+    if state.linear:
+        holdings.show_shared(state, row, extent, num_reused, num_reused * state.block_size)
+        for group in state.linear:
+            shared = state.blocks_in_span(group, extent, num_reused)
+            if len(shared):
+                group.retain(shared)
+
+
+def _sources(state: CacheState, match: Match | None) -> Blocks | None:
+    """Return the blocks of all groups, `[num_groups]`, whose first tokens are to be copied, if a block agrees in part.
+
+    Making room may evict the source, and may even hand out its block: its content is still there when the copy is made,
+    since moves come before anything that is written.
+    """
+    if match is None or match.source is None:
+        return None
+    blocks: Blocks = match.source.blocks[:, match.source_block].copy()
+    return blocks
 
 
 def _note_cached(
-    state: CacheState, sequence: Sequence, match: Match | None, source: int | None, num_reused: int
-) -> None:
-    """Count what a new sequence need not compute, and keep that as it asks.
-
-    Where a block agrees in part, its first tokens are to be copied into the sequence's first block of its own. Making
-    room may just have evicted the source, and may even have handed out its block: its content is still there when the
-    copy is made, since moves come before anything that is written.
-    """
-    sequence.num_cached_tokens = num_reused * state.block_size
-    if match is not None and source is not None:
-        state.order_move(source, state.rows.block_table.item(0, sequence.row, num_reused), match.num_partial_tokens)
-        sequence.num_cached_tokens += match.num_partial_tokens
-        state.rows.computed_of[sequence.row] = sequence.num_cached_tokens
+    state: CacheState, sequence: Sequence, match: Match | None, sources: Blocks | None, num_reused: int
+) -> int:
+    """Count what a new sequence need not compute, order the copies for that, and keep it as the sequence asks."""
+    num_cached = num_reused * state.block_size
+    if match is not None and sources is not None:
+        state.order_column_moves(sources, num_reused, sequence.row, match.num_partial_tokens)
+        num_cached += match.num_partial_tokens
+        state.rows.computed_of[sequence.row] = num_cached
     if sequence.retention is not None and num_reused:
         _keep_reused(state, sequence, num_reused)
+    return num_cached
 
 
 def _keep_reused(state: CacheState, sequence: Sequence, num_reused: int) -> None:

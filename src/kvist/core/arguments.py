@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from math import isfinite
 from operator import index
 from typing import Any
 
@@ -11,7 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["as_count", "as_counts", "as_int_array", "check_namespace", "check_num_beams", "is_one_token_each"]
+__all__ = [
+    "as_count",
+    "as_counts",
+    "as_int_array",
+    "check_lifetime",
+    "check_namespace",
+    "check_num_beams",
+    "is_one_token_each",
+]
 
 MAX_COUNT = 2**62
 
@@ -30,6 +39,16 @@ def check_num_beams(num_beams: int) -> None:
     """Raise ArgumentError unless it is a positive int."""
     if type(num_beams) is not int or num_beams < 1:
         raise ArgumentError(f"num_beams is {num_beams!r}, must be an int of at least 1")
+
+
+def check_lifetime(lifetime_s: float | None) -> None:
+    """Raise ArgumentError unless it is None or seconds."""
+    if lifetime_s is None:
+        return
+    if isinstance(lifetime_s, bool) or not isinstance(lifetime_s, int | float):
+        raise ArgumentTypeError(f"lifetime_s is {lifetime_s!r}, must be seconds or None")
+    if not isfinite(lifetime_s) or lifetime_s < 0:
+        raise ArgumentError(f"lifetime_s is {lifetime_s}, must not be negative")
 
 
 def is_one_token_each(tokens: Any) -> bool:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from numpy.typing import ArrayLike
 
-from kvist.core import rewinding
+from kvist.core import holdings, recurrent, rewinding
 from kvist.core.arguments import as_int_array
-from kvist.core.sequences import RUNNING, WAITING, RowState, Sequence
+from kvist.core.sequences import RUNNING, WAITING, Encoder, RowState, Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
 
-__all__ = ["add_beams", "fork", "leave_beams", "refuse_waiting", "reorder", "start_beams"]
+__all__ = ["add_beams", "fork", "leave_beams", "refuse_waiting", "reorder", "require_exact_prompt", "start_beams"]
 
 
 # -- forks and reordering ---------------------------------------------------------------------------------------------
@@ -26,14 +25,16 @@ def fork(state: CacheState, sequence: Sequence, n: int) -> list[Sequence]:
     state.rows.check_running(sequence, "fork")
     refuse_waiting(sequence, "fork")
     state.require_rows(n, state.rows.num_free)
-    state.require_blocks(n * _num_private(state, sequence, "fork"))
+    state.require(_needs(state, n * _num_private(state, sequence, "fork"), n))
     state.publish(sequence)
     past = state.rows.snapshot(sequence)
     children = []
     for _ in range(n):
         state.tree.hold(past.extent)
+        holdings.hold_past(state, past)
         child = state.rows.open(sequence.namespace, past.extent, publishes=sequence.publishes)
         child.num_cached_tokens = sequence.num_cached_tokens
+        state.join_encoder(child, sequence._encoder)
         _copy_into(state, child, past)
         children.append(child)
     return children
@@ -42,29 +43,21 @@ def fork(state: CacheState, sequence: Sequence, n: int) -> list[Sequence]:
 def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> None:
     """Let each beam go on from its parent: one takes over the parent's own block, the others copy it."""
     origins = _checked_parents(state, beams, parents)
-    users = Counter(origins)
-    heirs = {parent: parent if origins[parent] == parent else origins.index(parent) for parent in users}
-    num_copied = sum(
-        _num_private(state, beams[parent], "reorder") for at, parent in enumerate(origins) if heirs[parent] != at
-    )
-    num_orphaned = sum(
-        beam.num_blocks - beam.num_computed_tokens // state.block_size
-        for at, beam in enumerate(beams)
-        if at not in users
-    )
-    state.require_blocks(num_copied - num_orphaned)
+    heirs = {parent: parent if origins[parent] == parent else origins.index(parent) for parent in set(origins)}
+    copied = [parent for at, parent in enumerate(origins) if heirs[parent] != at]
+    orphans = [at for at in range(len(beams)) if at not in heirs]
+    num_copied = sum(_num_private(state, beams[parent], "reorder") for parent in copied)
+    num_orphaned = sum(beams[at].num_columns - beams[at].num_computed_tokens // state.block_size for at in orphans)
+    state.require(_needs(state, num_copied - num_orphaned, len(copied) - len(orphans)))
 
     for beam in beams:
         state.publish(beam)
     pasts = [state.rows.snapshot(beam) for beam in beams]
-    orphaned = [pasts[at].blocks[0, pasts[at].num_published :] for at in range(len(beams)) if at not in users]
-    for own in orphaned:
-        state.pool.give(own)
+    for at in orphans:
+        holdings.give_past(state, pasts[at])
     changed = [at for at, parent in enumerate(origins) if parent != at]
-    for at in changed:
-        state.tree.hold(pasts[origins[at]].extent)
-    for at in changed:
-        state.tree.release(pasts[at].extent)
+    _exchange_holds(state, [pasts[at] for at in changed], [pasts[origins[at]] for at in changed])
+    _exchange_encoders(state, [beams[at] for at in changed], [beams[origins[at]]._encoder for at in changed])
     for at in changed:
         if heirs[origins[at]] == at:
             state.rows.restore(beams[at], pasts[origins[at]])
@@ -73,22 +66,55 @@ def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> Non
             _copy_into(state, beams[at], pasts[origins[at]])
 
 
+def _exchange_holds(state: CacheState, old: list[RowState], new: list[RowState]) -> None:
+    """Hold what rows are to share before what they shared is let go."""
+    for past in new:
+        state.tree.hold(past.extent)
+        holdings.hold_past(state, past)
+    for past in old:
+        holdings.release_past(state, past)
+        state.tree.release(past.extent)
+
+
+def _exchange_encoders(state: CacheState, beams: list[Sequence], encoders: list[Encoder | None]) -> None:
+    kept = [encoder for encoder in encoders if encoder is not None]
+    for encoder in kept:  # until the last beam has left it
+        encoder.num_holders += 1
+    for beam in beams:
+        state.leave_encoder(beam)
+    for beam, joined in zip(beams, encoders, strict=True):
+        state.join_encoder(beam, joined)
+    for encoder in kept:
+        state.end_encoder_hold(encoder)
+
+
+def _needs(state: CacheState, num_columns: int, num_states: int) -> list[int]:
+    """Count the blocks by pool of so many new columns and so many new states."""
+    needs = state.column_needs(num_columns)
+    if state.recurrent is not None:
+        needs[state.pool_of[state.recurrent.index]] += num_states
+    return needs
+
+
 def _copy_into(state: CacheState, sequence: Sequence, past: RowState) -> None:
     """Make a row share what another has published, with a copy of the block that the other is writing."""
     rows, published = state.rows, past.num_published
-    rows.restore(sequence, replace(past, blocks=past.blocks[:, :published]))
-    if not past.tokens:
-        return
-    state.fill(sequence.row, published, published + 1)
-    rows.refresh_limit(sequence.row)
-    if written := past.num_computed - published * state.block_size:
-        state.order_move(int(past.blocks[0, published]), rows.block_table.item(0, sequence.row, published), written)
+    rows.restore(sequence, holdings.published_part(state, past))
+    if past.tokens:
+        state.fill(sequence.row, published, published + 1)
+        rows.refresh_limit(sequence.row)
+        if written := past.num_computed - published * state.block_size:
+            state.order_column_moves(past.blocks[:, published], published, sequence.row, written)
+    if state.recurrent is not None:
+        recurrent.give_row_a_state(state, sequence.row)
+        if past.num_computed:
+            recurrent.order_state_move(state, past.blocks.item(state.recurrent.index, 0), sequence.row)
 
 
 def _num_private(state: CacheState, sequence: Sequence, call: str) -> int:
     """Count the blocks with tokens that stay a sequence's own when it is published; raises if they are not 0 or 1."""
     num_tokens, num_computed = sequence.num_tokens, sequence.num_computed_tokens
-    count = -(-num_tokens // state.block_size) - num_computed // state.block_size
+    count: int = -(-num_tokens // state.block_size) - num_computed // state.block_size
     if count > 1:
         raise SequenceError(
             f"{call}: row {sequence.row} has {count} blocks of tokens not committed, and only the last may be; "
@@ -123,25 +149,25 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
     rows, root = state.rows, state.tree.root(leader.namespace)
     num_full, rest = divmod(len(prompt) // TOKEN_BYTES, state.block_size)
     beams = [leader]
+    past = replace(
+        rows.snapshot(leader),
+        extent=root,
+        num_published=num_full,
+        num_computed=0,
+        tokens=prompt[num_full * state.tree.block_bytes :],
+    )
     for _ in range(num_beams - 1):
         state.tree.hold(root)
         beam = rows.open(leader.namespace, root, publishes=leader.publishes)
         beam.leader, beam.num_cached_tokens = leader, leader.num_cached_tokens
         rows.set_state(beam, WAITING)
-        own = RowState(
-            extent=root,
-            blocks=rows.block_table[:, leader.row, :num_full],
-            num_published=num_full,
-            num_computed=0,
-            tokens=prompt[num_full * state.tree.block_bytes :],
-            publishes=leader.publishes,
-            num_prompt_tokens=leader.num_prompt_tokens,
-            retention=leader.retention,
-        )
-        rows.restore(beam, own)
+        state.join_encoder(beam, leader._encoder)
+        rows.restore(beam, holdings.published_part(state, past))
         if rest:
             state.fill(beam.row, num_full, num_full + 1)
             rows.refresh_limit(beam.row)
+        if state.recurrent is not None:
+            recurrent.give_row_a_state(state, beam.row)
         beams.append(beam)
     for beam in beams:
         beam._beams = beams
@@ -154,17 +180,32 @@ def start_beams(state: CacheState, leader: Sequence) -> None:
     if not waiting or rows.num_computed[leader.row] < rows.num_tokens[waiting[0].row]:
         return
     num_full, rest = divmod(int(rows.num_tokens[waiting[0].row]), state.block_size)
-    source = rows.block_table.item(0, leader.row, num_full) if rest else 0
+    sources = rows.block_table[:, leader.row, num_full].copy() if rest else None
     state.publish(leader)
     extent = rewinding.extent_ending_at(state, leader, num_full)
     for beam in waiting:
         state.tree.hold(extent)
         state.tree.release(beam._extent)
+        state.show_leaders_blocks(beam)
         beam._extent, beam.leader = extent, None
+        holdings.hold_shared(state, beam.row)
         rows.set_state(beam, RUNNING)
         rows.num_computed[beam.row] = rows.num_tokens[beam.row]
-        if rest:
-            state.order_move(source, rows.block_table.item(0, beam.row, num_full), rest)
+        if sources is not None:
+            state.order_column_moves(sources, num_full, beam.row, rest)
+        if state.recurrent is not None:
+            working = rows.block_table.item(state.recurrent.index, leader.row, 0)
+            recurrent.order_state_move(state, working, beam.row)
+
+
+def require_exact_prompt(state: CacheState, leader: Sequence, num_computed: int) -> None:
+    """Raise SequenceError if beams wait for the state after a prompt that a commit would go past."""
+    waiting = leader._waiting_beams() if state.recurrent is not None else []
+    if waiting and num_computed > state.rows.tokens_of[waiting[0].row]:
+        raise SequenceError(
+            f"commit: beams wait for the state after the {state.rows.tokens_of[waiting[0].row]} tokens of the prompt, "
+            f"and {num_computed} computed tokens go past it: commit the prompt first"
+        )
 
 
 def leave_beams(state: CacheState, sequence: Sequence) -> None:
@@ -180,6 +221,8 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
     state.rows.restore(heir, ours)
     state.rows.restore(sequence, theirs)
     state.rows.set_state(heir, RUNNING)
+    state.rows.set_state(sequence, WAITING)
+    sequence.leader = heir
     state.note_committed(heir.row)
     rewinding.rewind_own(state, heir, theirs.num_published * state.block_size + len(theirs.tokens) // TOKEN_BYTES)
     state.rows.refresh_limit(heir.row)

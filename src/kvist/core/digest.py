@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from kvist.core.extents import Extent
+from kvist.core.sequences import Sequence, SequenceRows
 from kvist.core.state import CacheState
 
 __all__ = ["state_digest"]
@@ -18,30 +19,40 @@ def state_digest(state: CacheState) -> str:
                 state.config.block_size,
                 state.config.max_sequences,
                 state.config.max_sequence_length,
-                state.pool.num_blocks,
+                tuple(pool.num_blocks for pool in state.pools),
             )
         ).encode()
     )
     for namespace in sorted(state.tree.roots, key=repr):
         sha.update(repr(namespace).encode())
         for extent in state.tree.roots[namespace].subtree_in_order():
-            _add_extent(sha, extent)
+            _add_extent(sha, state, extent)
     rows = state.rows
     for sequence in rows.running():
         row, counts = sequence.row, (sequence.num_tokens, sequence.num_computed_tokens, sequence.num_cached_tokens)
         sha.update(repr((row, sequence.namespace, counts, sequence.publishes, sequence.leader is None)).encode())
         sha.update(sequence.tokens.astype("<i4").tobytes())
-        sha.update(sequence.block_ids.astype("<i4").tobytes())
+        sha.update(repr(state.identities.identities(_packed(rows, sequence))).encode())
+        for group in range(len(state.spans)):
+            sha.update(sequence.group_blocks(group).astype("<i4").tobytes())
+    for sequence in state.suspended:
+        sha.update(repr((sequence.namespace, sequence._suspended)).encode())
     sha.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in state.pins), key=repr)).encode())
-    sha.update(state.pool.free_blocks().astype("<i4").tobytes())
+    for pool in state.pools:
+        sha.update(pool.free_blocks().astype("<i4").tobytes())
     return sha.hexdigest()
 
 
-def _add_extent(sha: hashlib._Hash, extent: Extent) -> None:
+def _packed(rows: SequenceRows, sequence: Sequence) -> bytes:
+    return rows.packed_tokens(sequence.leader or sequence)
+
+
+def _add_extent(sha: hashlib._Hash, state: CacheState, extent: Extent) -> None:
     sha.update(
         repr(
             (extent.num_tokens, extent.references, extent.hits, extent.created, extent.last_use, *extent.keep)
         ).encode()
     )
-    sha.update(extent.tokens)
+    sha.update(state.identities.tokens(extent.tokens).astype("<i4").tobytes())
+    sha.update(repr(state.identities.identities(extent.tokens)).encode())
     sha.update(extent.blocks.astype("<i4").tobytes())

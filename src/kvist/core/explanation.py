@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvist.core.matching import PrefixMatch
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
@@ -46,7 +44,7 @@ def of_sequence(state: CacheState, sequence: Sequence) -> Explanation:
     rows, row = state.rows, sequence.row
     parts, start = _shared_parts(state, sequence), rows.published_of[row] * state.block_size
     computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
-    own = int(rows.num_blocks[row] - rows.num_published[row])
+    own = sequence.num_columns - int(rows.num_published[row])
     if num_tokens > start or own:
         use = f"its own, {max(computed - start, 0)} tokens computed"
         parts.append(Part(start, num_tokens - start, own, use, 1))
@@ -78,7 +76,7 @@ def _cached_parts(state: CacheState, prompt: bytes, match: PrefixMatch) -> list[
     root = state.tree.roots.get(match.namespace)
     if root is None:
         return []
-    found = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial)
+    found = state.tree.fit(state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial))
     parts, start = [], 0
     for extent in found.extent.path():
         parts.append(Part(start, extent.num_tokens, extent.num_blocks, _use(extent.references), extent.references))
@@ -97,8 +95,12 @@ def _use(references: int) -> str:
 
 
 def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
-    if match.num_missing_tokens == 1:
+    if not match.miss:
         return "only the last token is missing, which is always computed"
+    if match.miss == "evicted":
+        return f"evicted: what follows went {match.evicted_s:.3g} s ago ({match.eviction})"
+    if match.miss == "window":
+        return f"window: {match.num_known_tokens} tokens are known, but windows or states to go on from are not there"
     if waiting := [sequence for sequence in state.rows.running() if _has_more(sequence, prompt, match)]:
         best = max(waiting, key=lambda sequence: sequence.num_tokens)
         computed = best.num_computed_tokens
@@ -108,9 +110,9 @@ def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
             other = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
             if other.position // TOKEN_BYTES > match.num_tokens:
                 return f"other namespace: {namespace!r} has {other.position // TOKEN_BYTES} tokens of it"
-    if match.num_missing_tokens <= state.block_size:
+    if match.miss == "under a block":
         return "under a block: what is missing fills no block"
-    return "cold: the rest has never been committed here, or has been evicted"
+    return "cold: the rest has never been committed here, or so long ago that its eviction is forgotten"
 
 
 def _has_more(sequence: Sequence, prompt: bytes, match: PrefixMatch) -> bool:
@@ -120,8 +122,9 @@ def _has_more(sequence: Sequence, prompt: bytes, match: PrefixMatch) -> bool:
         or sequence.num_computed_tokens > match.num_tokens
     ):
         return False
-    ours = np.frombuffer(prompt, np.int32)[: match.num_tokens + 1]
-    return sequence.num_tokens > match.num_tokens and bool(np.array_equal(sequence.tokens[: len(ours)], ours))
+    if sequence.leader is not None or sequence.num_tokens <= match.num_tokens:
+        return False
+    return sequence._rows.packed_tokens(sequence).startswith(prompt[: (match.num_tokens + 1) * TOKEN_BYTES])
 
 
 def _counted(n: int, noun: str) -> str:

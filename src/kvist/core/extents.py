@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +12,28 @@ from kvist.core.retention import DEFAULT_KEEP
 from kvist.core.siblings import SortedKeys
 from kvist.core.tokens import TOKEN_BYTES
 
-__all__ = ["Blocks", "Extent", "Match", "Namespace", "Root"]
+__all__ = ["Blocks", "Extent", "Loss", "Match", "Namespace", "Root"]
 
 Blocks = NDArray[np.int32]
 """Block ids `[num_groups, n]`."""
 Namespace = tuple[str | int | bytes, ...]
 
 
+class Loss(NamedTuple):
+    """An eviction: when, by the manager's clock, and why."""
+
+    at_s: float
+    reason: str
+
+
 class Extent:
     """A run of blocks that follow one another in a prefix.
 
-    `tokens` are the packed ids that the blocks hold, `blocks` the ids `[num_groups, num_blocks]`. `last_use` and
-    `created` are ticks of the tree; `hits` counts the admissions that reused it; `ticket` is nonzero while it waits in
-    the eviction queue.
+    `tokens` are the packed ids that the blocks hold, `blocks` the ids `[num_groups, num_blocks]`, -1 where a group has
+    let one go; `start` is the place of the first block in the prefix. `last_use` and `created` are ticks of the tree;
+    `hits` counts the admissions that reused it; `ticket` is nonzero while it waits in the eviction queue, and `spare`
+    has a bit for each group that it waits in with blocks that are not needed much. What was evicted from below it, and
+    when, is in `lost`, by the key that it had.
     """
 
     __slots__ = (
@@ -34,10 +44,13 @@ class Extent:
         "keep",
         "key",
         "last_use",
+        "lost",
         "num_short_children",
         "order",
         "parent",
         "references",
+        "spare",
+        "start",
         "ticket",
         "tokens",
     )
@@ -52,9 +65,23 @@ class Extent:
         self.children: dict[bytes, Extent] | None = None
         self.order: SortedKeys | None = None
         self.num_short_children = 0
-        self.references = self.hits = self.ticket = 0
+        self.references = self.hits = self.ticket = self.spare = 0
+        self.start: int = 0 if parent is None else parent.start + parent.blocks.shape[1]
+        self.lost: dict[bytes, Loss] | None = None
         self.created = self.last_use = tick
         self.keep = DEFAULT_KEEP
+
+    def copied(self) -> Extent:
+        """Return a copy with the same relatives, which the caller replaces by their own copies."""
+        twin: Extent = type(self).__new__(type(self))
+        for name in (*Extent.__slots__, *(("namespace",) if isinstance(self, Root) else ())):
+            setattr(twin, name, getattr(self, name))
+        twin.blocks = self.blocks.copy()
+        twin.order = None
+        twin.lost = None if self.lost is None else dict(self.lost)
+        if isinstance(self.tokens, bytearray):
+            twin.tokens = bytearray(self.tokens)
+        return twin
 
     @property
     def num_blocks(self) -> int:
@@ -112,7 +139,8 @@ class Match:
     """Where a prefix was found: `extent` matches to its end; below it the first `child_blocks` blocks of `child` do.
 
     `position` is the number of bytes in whole blocks that match; the `num_partial_tokens` that follow are the first of
-    block `source_block` of `source`.
+    block `source_block` of `source`. `known` is the position up to which the tree knows the content, although further
+    groups lack what they would need there.
     """
 
     child: Extent | None = None
@@ -123,7 +151,12 @@ class Match:
 
     def __init__(self, extent: Extent, position: int) -> None:
         self.extent = extent
-        self.position = position
+        self.position = self.known = position
+
+    @property
+    def bottom(self) -> Extent:
+        """The deepest extent that matches, whole or in part."""
+        return self.extent if self.child is None else self.child
 
     def runs(self, block_size: int) -> tuple[tuple[bytes, int], ...]:
         """Return the packed ids that match in whole blocks, by extents from the root down, each with its length."""

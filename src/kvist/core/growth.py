@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvist.core import branches
+from kvist.core import branches, recurrent
 from kvist.core.arguments import as_counts
+from kvist.core.moves import Move
 from kvist.core.sequences import Batch, Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import NeverFits, SequenceError
 
-__all__ = ["append_arrays", "append_one_each", "commit_one", "commit_rows", "grow"]
+__all__ = ["accept", "append_arrays", "append_one_each", "commit_one", "commit_rows", "grow"]
 
 
 def append_one_each(state: CacheState, batch: Batch, ids: NDArray[np.int32]) -> None:
@@ -47,15 +50,15 @@ def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], ca
     total = int(extra.sum())
     if not total:
         return
-    state.require_blocks(total)
-    state.evict_for(total)
+    needs = state.column_needs(total)
+    state.require(needs)
+    state.make_room(needs)
     at_rows = np.repeat(batch.rows, extra)
     firsts = np.cumsum(extra) - extra
     columns = np.repeat(have - firsts, extra) + np.arange(total)
-    rows.block_table[0, at_rows, columns] = state.pool.take(total)
-    rows.num_blocks[batch.select] = have + extra
+    _give_columns(state, at_rows, columns)
+    _note_columns(state, batch.rows, have + extra)
     rows.refresh_limits(batch.rows)
-    state.counters.num_allocated_blocks += total
 
 
 def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike | None) -> None:
@@ -68,9 +71,51 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
         _check_commit(state, batch, counts)
         rows.num_computed[select] = counts
     state.note_rows_committed()
+    if state.recurrent is not None:
+        recurrent.checkpoint(state, batch.rows)
     if rows.num_waiting:
         for row in batch.rows.tolist():
             branches.start_beams(state, rows.sequence_at(row))
+
+
+def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes: NDArray[np.int64]) -> None:
+    """Add the tokens of the accepted nodes of a verified tree, and order the moves of their K and V to their places.
+
+    Node i was computed at position `num_computed + i`; `nodes` increase, so no move reads what another one has written.
+    """
+    rows, row = state.rows, sequence.row
+    base, have = rows.computed_of[row], rows.tokens_of[row] - rows.computed_of[row]
+    if len(ids) > have:
+        rows.extend_earlier(sequence, ids[have:].tobytes())
+        rows.refresh_limit(row)
+    for to_block, from_block, to_offset, from_offset, n in _runs(base, nodes, state.block_size):
+        for group, span in enumerate(state.spans):
+            if span.kind not in ("state", "cross"):
+                table = rows.block_table[group, row]
+                source, destination = table.item(from_block), table.item(to_block)
+                state.moves.append(
+                    Move(source, destination, n, group, source_offset=from_offset, destination_offset=to_offset)
+                )
+    rows.computed_of[row] = base + len(ids)
+    state.note_committed(row)
+
+
+def _runs(base: int, nodes: NDArray[np.int64], block_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the moves of accepted nodes: (to block, from block, to offset, from offset, number of tokens)."""
+    at = 0
+    while at < len(nodes):
+        node = int(nodes[at])
+        (to_block, to_offset), (from_block, from_offset) = (
+            divmod(base + at, block_size),
+            divmod(base + node, block_size),
+        )
+        n = 1
+        longest = block_size - max(to_offset, from_offset)
+        while n < longest and at + n < len(nodes) and nodes[at + n] == node + n:
+            n += 1
+        if node != at:
+            yield to_block, from_block, to_offset, from_offset, n
+        at += n
 
 
 def commit_one(state: CacheState, sequence: Sequence) -> None:
@@ -80,6 +125,8 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
     row = sequence.row
     rows.computed_of[row] = rows.tokens_of[row]
     state.note_committed(row)
+    if state.recurrent is not None:
+        recurrent.checkpoint(state, np.array([row]))
     if rows.num_waiting:
         branches.start_beams(state, sequence)
 
@@ -94,16 +141,34 @@ def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
         growing, have = at_limit, num_blocks
     else:
         growing, have = at_limit[in_need], num_blocks[in_need]
-    state.require_blocks(len(growing))
-    state.evict_for(len(growing))
-    rows.block_table[0, growing, have] = state.pool.take(len(growing))
-    rows.num_blocks[growing] = have + 1
-    state.counters.num_allocated_blocks += len(growing)
+    needs = state.column_needs(len(growing))
+    state.require(needs)
+    state.make_room(needs)
+    _give_columns(state, growing, have)
+    _note_columns(state, growing, have + 1)
     tails_full = rows.tail_origin[at_limit] + num_tokens >= (at_limit + 1) * rows.tail_tokens
     if tails_full.any():
         for row in at_limit[tails_full].tolist():
             rows.empty_tail(rows.sequence_at(row))
     rows.refresh_limits(at_limit)
+
+
+def _give_columns(state: CacheState, at_rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+    """Put new blocks into a column of each row, in all groups whose tables grow; there must be as many."""
+    table, n = state.rows.block_table, len(at_rows)
+    if state.has_full:
+        table[0, at_rows, columns] = state.pools[0].take(n)
+        state.counters.groups[0].num_allocated += n
+    for group in state.linear:
+        table[group.index, at_rows, columns] = group.pool.take(n)
+        state.counters.groups[group.index].num_allocated += n
+
+
+def _note_columns(state: CacheState, at_rows: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
+    """Note how many columns the rows have now."""
+    state.rows.num_blocks[at_rows] = num_blocks
+    for group in state.linear:
+        state.rows.ends[group.index, at_rows] = num_blocks
 
 
 def _check_length(state: CacheState, rows: NDArray[np.int64], wanted: NDArray[np.int64], call: str) -> None:

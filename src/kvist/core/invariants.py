@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.core.extents import Extent, Root
-from kvist.core.sequences import FREE, NEVER, RUNNING, WAITING, Sequence
+from kvist.core.extents import Blocks, Extent, Root
+from kvist.core.sequences import FREE, NEVER, RUNNING, WAITING, Encoder, Sequence
 from kvist.core.state import CacheState
 from kvist.errors import InvariantError
 
@@ -20,10 +20,11 @@ MAX_PROBLEMS = 20
 
 def check(state: CacheState) -> None:
     """Raise InvariantError with what is wrong and who holds it; takes time in proportion to the pool."""
-    extents = _all_extents(state)
+    extents = state.all_extents()
     problems = [
         *_block_problems(state, extents),
         *_reference_problems(state, extents),
+        *_group_problems(state, extents),
         *(problem for extent in extents for problem in _extent_problems(state, extent)),
         *_queue_problems(state, extents),
         *(problem for sequence in state.rows.running() for problem in _row_problems(state, sequence)),
@@ -44,33 +45,89 @@ def describe(extent: Extent) -> str:
     return f"{kind} of blocks {start} .. {end} of a prefix, ids {ids}, {extent.references} references"
 
 
-def _all_extents(state: CacheState) -> list[Extent]:
-    """List every extent, roots included: the listed ones, and those that only holders reach."""
-    found = {id(extent): extent for root in state.tree.roots.values() for extent in root.subtree()}
-    for holder in [*(sequence._extent for sequence in state.rows.running()), *state.pins.values()]:
-        extent: Extent | None = holder
-        while extent is not None and id(extent) not in found:
-            found[id(extent)] = extent
-            extent = extent.parent
-    return list(found.values())
-
-
 def _block_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
-    rows = state.rows
-    holdings: list[tuple[object, NDArray[np.int32]]] = [("the free list", state.pool.free_blocks())]
-    holdings += [(extent, extent.blocks[0]) for extent in extents]
-    for sequence in rows.running():
-        row = sequence.row
-        holdings.append((sequence, rows.block_table[0, row, rows.num_published[row] : rows.num_blocks[row]]))
-    blocks = np.concatenate([held for _, held in holdings])
-    inside = (blocks >= 0) & (blocks < state.pool.num_blocks)
-    counts = np.bincount(blocks[inside], minlength=state.pool.num_blocks)
-    for block in np.flatnonzero(counts != 1).tolist():
-        owners = [_name(owner) for owner, held in holdings for _ in range(int((held == block).sum()))]
-        yield f"block {block} has {counts[block]} owners: {', '.join(owners) or 'it is lost'}"
-    for owner, held in [] if inside.all() else holdings:
-        if missing := [block for block in held.tolist() if not 0 <= block < state.pool.num_blocks]:
-            yield f"blocks {missing} do not exist, held by {_name(owner)}"
+    for index, pool in enumerate(state.pools):
+        holdings = [("the free list", pool.free_blocks()), *_holdings(state, index, extents)]
+        blocks = np.concatenate([held for _, held in holdings])
+        inside = (blocks >= 0) & (blocks < pool.num_blocks)
+        counts = np.bincount(blocks[inside], minlength=pool.num_blocks)
+        where = f"pool {index}: " if len(state.pools) > 1 else ""
+        for block in np.flatnonzero(counts != 1).tolist():
+            owners = [_name(owner) for owner, held in holdings for _ in range(int((held == block).sum()))]
+            yield f"{where}block {block} has {counts[block]} owners: {', '.join(owners) or 'it is lost'}"
+        for owner, held in [] if inside.all() else holdings:
+            if missing := [block for block in held.tolist() if not 0 <= block < pool.num_blocks]:
+                yield f"{where}blocks {missing} do not exist, held by {_name(owner)}"
+
+
+def _holdings(state: CacheState, pool: int, extents: list[Extent]) -> Iterator[tuple[object, Blocks]]:
+    """Yield who owns which blocks of a pool: extents, rows, encoders."""
+    for group, span in enumerate(state.spans):
+        if state.pool_of[group] != pool:
+            continue
+        for extent in extents:
+            column = extent.blocks[group]
+            yield extent, column if span.kind == "full" else column[column >= 0]
+        for sequence in state.rows.running():
+            yield sequence, _own_blocks(state, group, sequence)
+        if span.kind == "cross":
+            encoders = {id(each._encoder): each for each in state.rows.running() if each._encoder is not None}
+            yield from ((f"the encoder of {each!r}", _encoder(each).blocks) for each in encoders.values())
+
+
+def _encoder(sequence: Sequence) -> Encoder:
+    assert sequence._encoder is not None
+    return sequence._encoder
+
+
+def _own_blocks(state: CacheState, group: int, sequence: Sequence) -> Blocks:
+    rows, row = state.rows, sequence.row
+    table: Blocks = rows.block_table[group, row]
+    end, published = rows.ends_of[group][row], rows.published_of[row]
+    kind = state.spans[group].kind
+    if kind == "cross":
+        return table[:0]
+    if kind == "state":
+        checkpoints = np.array([block for _, block in sequence._checkpoints], np.int32)
+        return np.concatenate((table[:end], checkpoints))
+    own: Blocks = table[published:end][_is_held(state, group, row)[published:end]]
+    return own
+
+
+def _is_held(state: CacheState, group: int, row: int) -> NDArray[np.bool_]:
+    """Say of each column of a table whether the row has a block there, bool `[columns]`."""
+    rows, span = state.rows, state.spans[group]
+    columns = np.arange(rows.block_table.shape[2])
+    in_span: NDArray[np.bool_] = (columns >= rows.firsts_of[group][row]) | (columns < span.num_sink_blocks)
+    in_span &= columns < rows.ends_of[group][row]
+    return in_span
+
+
+def _group_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
+    """Compare the references and counts of the groups that need a part of the past with who has their blocks."""
+    for group in state.spanned:
+        in_tree = np.concatenate([np.empty(0, np.int32), *(extent.blocks[group.index] for extent in extents)])
+        in_tree = in_tree[in_tree >= 0]
+        expected = np.zeros(group.pool.num_blocks, np.int64)
+        holders = [_shared_blocks(state, group.index, sequence) for sequence in state.rows.running()]
+        holders += [hold.blocks[state.spanned.index(group)] for hold in state.pins.values()]
+        for blocks in holders:
+            np.add.at(expected, blocks, 1)
+        wrong = in_tree[group.references[in_tree] != expected[in_tree]]
+        for block in wrong.tolist():
+            counts = f"{group.references[block]} references, {expected[block]} holders found"
+            yield f"group {group.index}: block {block} has {counts}"
+        evictable = int((expected[in_tree] == 0).sum())
+        if evictable != group.num_evictable:
+            yield f"group {group.index}: {group.num_evictable} blocks are counted as evictable, {evictable} are"
+
+
+def _shared_blocks(state: CacheState, group: int, sequence: Sequence) -> Blocks:
+    rows, row = state.rows, sequence.row
+    if sequence.leader is not None or state.spans[group].kind == "state":
+        return rows.block_table[group, row, :0]
+    published = rows.published_of[row]
+    return rows.block_table[group, row, :published][_is_held(state, group, row)[:published]]
 
 
 def _name(owner: object) -> str:
@@ -81,7 +138,7 @@ def _name(owner: object) -> str:
 
 def _reference_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
     expected: Counter[int] = Counter(id(sequence._extent) for sequence in state.rows.running())
-    expected.update(id(extent) for extent in state.pins.values())
+    expected.update(id(hold.extent) for hold in state.pins.values())
     expected.update(id(extent.parent) for extent in extents if extent.references and extent.parent is not None)
     for extent in extents:
         if extent.references != expected[id(extent)]:
@@ -107,6 +164,8 @@ def _extent_problems(state: CacheState, extent: Extent) -> Iterator[str]:
             yield f"{describe(child)}: is not what its parent's key says"
     if extent.parent is None:
         return
+    if extent.start != extent.parent.start + extent.parent.num_blocks:
+        yield f"{describe(extent)}: begins at block {extent.start}, not where its parent ends"
     if not extent.num_blocks or -(-len(extent.tokens) // block_bytes) != extent.num_blocks:
         yield f"{describe(extent)}: {extent.num_tokens} tokens do not fill its blocks"
     if len(extent.tokens) % block_bytes and (children or extent.references):
@@ -135,11 +194,10 @@ def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
     rows, row = state.rows, sequence.row
     if rows.sequences[row] is not sequence or rows.state[row] != (RUNNING if sequence.leader is None else WAITING):
         yield f"{sequence!r}: its row has another state"
-    num_published, num_blocks = int(rows.num_published[row]), int(rows.num_blocks[row])
+    num_published = int(rows.num_published[row])
     if not 0 <= rows.num_computed[row] <= rows.num_tokens[row] <= rows.capacity(row):
         yield f"{sequence!r}: computed <= tokens <= capacity ({rows.capacity(row)}) does not hold"
-    if rows.block_table[:, row, num_blocks:].any():
-        yield f"{sequence!r}: its table goes on after its {num_blocks} blocks"
+    yield from _table_problems(state, sequence)
     due = (num_published + 1) * state.block_size if sequence.publishes else NEVER
     if rows.publish_due[row] != due:
         yield f"{sequence!r}: is to be published from {rows.publish_due[row]} computed tokens on, not {due}"
@@ -149,14 +207,33 @@ def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
     if rows.limit[row] != min(rows.capacity(row), tail_end) or rows.num_tokens[row] > tail_end:
         ends = f"its blocks reach to {rows.capacity(row)} and its tail to {tail_end}"
         yield f"{sequence!r}: may append up to {rows.limit[row]} tokens, {ends}"
+
+
+def _table_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
+    rows, row = state.rows, sequence.row
+    for group, span in enumerate(state.spans):
+        table, held = rows.block_table[group, row], _is_held(state, group, row)
+        if table[~held].any():
+            yield f"{sequence!r}: its table of group {group} has blocks where it should have none"
+        if span.kind not in ("state", "cross") and rows.ends_of[group][row] != rows.num_blocks[row]:
+            yield f"{sequence!r}: its table of group {group} ends at {rows.ends_of[group][row]}"
+        if span.kind in ("state", "cross"):
+            continue
+        num_published = rows.published_of[row]
+        if not np.array_equal(_blocks_to_share(state, group, sequence), table[:num_published][held[:num_published]]):
+            yield f"{sequence!r}: its first {num_published} blocks of group {group} are not those that it shares"
+
+
+def _blocks_to_share(state: CacheState, group: int, sequence: Sequence) -> Blocks:
+    """Return the blocks that a row should show where it shows those of the tree, or of its leader."""
+    rows, row = state.rows, sequence.row
+    num_published = rows.published_of[row]
     if sequence.leader is not None:
-        shared = rows.block_table[:, sequence.leader.row, :num_published]
+        shown = rows.block_table[group, sequence.leader.row, :num_published]
     else:
-        shared = np.concatenate(
-            [np.empty((1, 0), np.int32), *(extent.blocks for extent in sequence._extent.path())], axis=1
-        )
-    if not np.array_equal(shared, rows.block_table[:, row, :num_published]):
-        yield f"{sequence!r}: its first {num_published} blocks are not those that it shares"
+        path = sequence._extent.path()
+        shown = np.concatenate([np.empty(0, np.int32), *(extent.blocks[group] for extent in path)])
+    return shown[_is_held(state, group, row)[:num_published]]
 
 
 def _free_row_problems(state: CacheState) -> Iterator[str]:

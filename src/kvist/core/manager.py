@@ -7,34 +7,56 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
-from kvist.core import admission, branches, explanation, growth, invariants, rewinding
-from kvist.core.arguments import as_count, as_counts, check_namespace, check_num_beams, is_one_token_each
+from kvist.core import (
+    admission,
+    branches,
+    explanation,
+    growth,
+    invariants,
+    misses,
+    pinning,
+    recurrent,
+    resuming,
+    rewinding,
+)
+from kvist.core.arguments import (
+    as_count,
+    as_counts,
+    as_int_array,
+    check_lifetime,
+    check_namespace,
+    check_num_beams,
+    is_one_token_each,
+)
 from kvist.core.digest import state_digest
 from kvist.core.explanation import Explanation
 from kvist.core.extents import Namespace
-from kvist.core.forecast import Forecast
+from kvist.core.forecast import Forecast, forecast_of
+from kvist.core.identity import Media
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.retention import Retention
 from kvist.core.sequences import NEVER, Sequence, Sequences
 from kvist.core.state import CacheState
-from kvist.core.statistics import Stats
+from kvist.core.statistics import GroupStats, Stats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
-from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, StaleMatch
+from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
 
 __all__ = ["CacheCore"]
 
 
 class CacheCore:
-    """Decides which blocks hold which tokens; one full-attention group, the device tier.
+    """Decides which blocks of each group hold which tokens.
 
-    Costs: a request costs what its extents cost, a decode step a few array operations, whatever the number of blocks.
+    Costs: a request costs what its extents cost, a decode step a few array operations for each group, whatever the
+    number of blocks.
     """
 
     def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
@@ -54,17 +76,23 @@ class CacheCore:
         tokens: Tokens,
         *,
         namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
         retention: Retention | None = None,
         reuse: bool = True,
         publish: bool = True,
         num_beams: int = 1,
+        encoder_tokens: int = 0,
     ) -> Sequence:
         """Admit a prompt: find its longest reusable prefix and allocate every block it needs.
 
         `tokens`: 1-D int array, `array`, buffer or list of ids 0 .. 2**31-1, at least one. The first
         `num_cached_tokens` of the sequence returned, at most all but the last, are computed already. `namespace`
-        separates content that must not be shared; `retention` says what of it should stay longest; `reuse=False` does
-        not look for content, `publish=False` leaves none to others. With `num_beams`, `beams` lists that many
+        separates content that must not be shared; `media` are spans of the prompt whose K and V come from something
+        else than their ids; `extra_ids`, one int of 0 .. 2**64-1 for each token, 0 for plain text, belong to what must
+        be equal, too. `retention` says what of it should stay longest; `reuse=False` does not look for content,
+        `publish=False` leaves none to others. `encoder_tokens` is how many tokens cross attention is to keep: a
+        prompt that depends on an encoder reuses nothing and leaves nothing. With `num_beams`, `beams` lists that many
         sequences: they share the prompt's full blocks, only the first is to be computed, and the others may be used
         once it has committed the whole prompt.
 
@@ -76,13 +104,23 @@ class CacheCore:
         state = self._state
         check_namespace(namespace)
         check_num_beams(num_beams)
-        admission.check_prompt(state, num_tokens, num_beams, state.rows.num_free)
+        num_encoder_tokens = as_count(encoder_tokens, "encoder_tokens")
+        admission.check_prompt(state, num_tokens, num_beams, state.rows.num_free, num_encoder_tokens)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
-        match = admission.match_prompt(state, prompt, namespace) if reuse else None
-        publishes = bool(publish) and self.config.reuse
+        if media != () or extra_ids is not None:
+            prompt = state.identify(prompt, media, extra_ids)
+        # What follows an encoder depends on what that has seen, which is not part of any identity here.
+        match = admission.match_prompt(state, prompt, namespace) if reuse and not num_encoder_tokens else None
         sequence = admission.admit(
-            state, prompt, namespace, match, publishes=publishes, retention=retention, num_beams=num_beams
+            state,
+            prompt,
+            namespace,
+            match,
+            publishes=bool(publish) and self.config.reuse and not num_encoder_tokens,
+            retention=retention,
+            num_beams=num_beams,
+            num_encoder_tokens=num_encoder_tokens,
         )
         self._perform_moves([sequence])
         return sequence
@@ -127,14 +165,42 @@ class CacheCore:
             growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
         self._perform_moves()
 
+    def accept(self, sequence: Sequence, tokens: Tokens, nodes: ArrayLike) -> None:
+        """Add and commit the accepted nodes of a tree of drafts that one forward pass has verified.
+
+        Node i was computed at position `num_computed_tokens + i`, in reserved capacity. `nodes` are the accepted ones
+        from the root down, increasing, and `tokens` their ids; the sequence may have the first of them already, such as
+        the root. Their K and V move to their places in the sequence, which are Moves of single tokens. Raises
+        SequenceError where tokens differ, or where capacity or a recurrent state stands against it.
+        """
+        state, rows = self._state, self._state.rows
+        rows.check_running(sequence, "accept")
+        ids, places = as_token_array(tokens), as_int_array(nodes, "nodes").astype(np.int64)
+        if places.shape != ids.shape or not len(ids):
+            raise ArgumentError(f"accept: {len(ids)} tokens, but nodes of shape {places.shape}; one node for each")
+        if places[0] < 0 or (np.diff(places) <= 0).any():
+            raise ArgumentError(f"accept: nodes are {places.tolist()}, must increase from the root down")
+        if state.recurrent is not None:
+            raise SequenceError("accept: a recurrent state cannot be taken from the middle of a forward pass")
+        branches.refuse_waiting(sequence, "accept")
+        pending = sequence.tokens[rows.computed_of[sequence.row] :]
+        if len(pending) > len(ids) or not np.array_equal(pending, ids[: len(pending)]):
+            raise SequenceError(f"accept: {sequence!r} goes on with {pending.tolist()}, accepted are {ids.tolist()}")
+        end = rows.computed_of[sequence.row] + int(places[-1]) + 1
+        if end > sequence.capacity:
+            raise SequenceError(f"accept: node {places[-1]} is at position {end - 1}, capacity is {sequence.capacity}")
+        growth.accept(state, sequence, ids, places)
+        self._perform_moves()
+
     # -- taking back and ending ---------------------------------------------------------------------------------------
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the last `num_tokens` tokens back, and give back the blocks that are not needed any more.
 
         Published blocks stay readable by others and are never written again: where the sequence must go on inside one,
-        it gets a copy (a Move). Raises SequenceError if it has fewer tokens, OutOfBlocks if there is no block for the
-        copy.
+        it gets a copy (a Move). Where a window has let go of what the tokens left need, or a state has gone past them,
+        `num_computed_tokens` falls to where the cache still has all, and what follows must be computed again. Raises
+        SequenceError if it has fewer tokens or would end inside a media span, OutOfBlocks if there is no room.
         """
         state, rows = self._state, self._state.rows
         rows.check_running(sequence, "rewind")
@@ -144,7 +210,12 @@ class CacheCore:
         left = rows.tokens_of[row] - n
         if left < 0:
             raise SequenceError(f"rewind: row {row} has {rows.tokens_of[row]} tokens, {n} cannot be taken back")
-        if left // state.block_size < rows.published_of[row]:
+        rewinding.refuse_open_media(state, sequence, left)
+        if not state.is_plain and not rewinding.can_step_back(state, sequence, left):
+            if not left:
+                raise SequenceError(f"rewind: row {row} cannot go back to no tokens at all: free it")
+            resuming.rewind_anew(state, sequence, left)
+        elif left // state.block_size < rows.published_of[row]:
             rewinding.rewind_published(state, sequence, left)
         else:
             rewinding.rewind_own(state, sequence, left)
@@ -157,61 +228,121 @@ class CacheCore:
 
         With `publish=False` that holds only for what has been published already.
         """
-        self._state.rows.check_live(sequence, "free")
+        state = self._state
+        if state.suspended and resuming.is_suspended(state, sequence):
+            sequence._suspended = None
+            state.suspended.discard(sequence)
+            return
+        state.rows.check_live(sequence, "free")
         if sequence._beams is not None:
-            branches.leave_beams(self._state, sequence)
-        if publish and sequence.publishes:
-            self._state.publish_last(sequence)
-        self._state.end(sequence)
+            branches.leave_beams(state, sequence)
+        state.end(sequence, publish=publish)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Free a sequence's row and blocks until `resume`; what is computed stays reusable as far as it fits.
+
+        It can be freed while it is suspended.
+        """
+        self._state.rows.check_running(sequence, "suspend")
+        branches.refuse_waiting(sequence, "suspend")
+        resuming.suspend(self._state, sequence)
+
+    def resume(self, sequence: Sequence) -> int:
+        """Let a suspended sequence go on; returns how many of its computed tokens must be computed again.
+
+        They are those from its `num_computed_tokens` on. Raises OutOfBlocks or OutOfRows without room; then it stays
+        suspended.
+        """
+        resuming.check_suspended(self._state, sequence, "resume")
+        num_lost = resuming.resume(self._state, sequence)
+        self._perform_moves()
+        return num_lost
+
+    def cheapest_victims(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Sort running sequences by what their preemption costs, cheapest first.
+
+        That is the computed tokens which nobody else holds, and so may have to be computed again, per block that would
+        become free or evictable.
+        """
+        named = list(sequences)
+        for sequence in named:
+            self._state.rows.check_running(sequence, "cheapest_victims")
+        return resuming.cheapest_first(self._state, named)
+
+    def chunk_limit(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens to compute in one forward pass: all, or up to a boundary.
+
+        Models with recurrent states keep them where others may go on, and only if a commit ends there.
+        """
+        self._state.rows.check_running(sequence, "chunk_limit")
+        return recurrent.chunk_limit(self._state, sequence, as_count(num_tokens, "num_tokens"))
 
     # -- prefixes without sequences -----------------------------------------------------------------------------------
 
-    def match_prefix(self, tokens: Tokens, *, namespace: Namespace = ()) -> PrefixMatch:
-        """Look how much of a prompt could be reused now, all tokens but the last; changes nothing."""
+    def match_prefix(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+    ) -> PrefixMatch:
+        """Look how much of a prompt could be reused now, all tokens but the last, and why not more; changes nothing.
+
+        Arguments are those of `add_sequence`.
+        """
+        prompt, num_tokens = self._looked_up(tokens, namespace, media, extra_ids)
+        match = admission.match_prompt(self._state, prompt, namespace)
+        miss, loss = misses.miss_of(self._state, prompt, namespace, match)
+        evicted_s, eviction = (None, "") if loss is None else (self.clock() - loss.at_s, loss.reason)
+        if match is None:
+            return PrefixMatch(namespace, num_tokens, miss=miss, evicted_s=evicted_s, eviction=eviction)
+        return PrefixMatch(
+            namespace,
+            num_tokens,
+            match.position // TOKEN_BYTES,
+            match.num_partial_tokens,
+            max(match.known, match.position) // TOKEN_BYTES,
+            miss,
+            evicted_s,
+            eviction,
+            match.runs(self._state.block_size),
+        )
+
+    def _looked_up(
+        self, tokens: Tokens, namespace: Namespace, media: Iterable[Media], extra_ids: ArrayLike | None
+    ) -> tuple[bytes | memoryview, int]:
+        """Check a prompt that is only looked up; returns it packed, with its number of tokens."""
         prompt = as_token_buffer(tokens)
         if not prompt:
             raise ArgumentError("tokens is empty; a prompt has at least one token")
         check_namespace(namespace)
-        match = admission.match_prompt(self._state, prompt, namespace)
-        if match is None:
-            return PrefixMatch(namespace, len(prompt) // TOKEN_BYTES)
-        found, partial = match.position // TOKEN_BYTES, match.num_partial_tokens
-        return PrefixMatch(namespace, len(prompt) // TOKEN_BYTES, found, partial, match.runs(self._state.block_size))
+        if extra_ids is not None or media != ():
+            prompt = self._state.identities.look(prompt, media, extra_ids)
+        return prompt, len(prompt) // TOKEN_BYTES
 
-    def pin(self, match: PrefixMatch) -> Pin:
+    def pin(self, match: PrefixMatch, *, lifetime_s: float | None = None) -> Pin:
         """Hold the whole blocks of a match without a sequence, until `release`; works as a context manager, too.
 
-        Raises StaleMatch if they have been evicted since.
+        With `lifetime_s`, no longer than that many seconds. Raises StaleMatch if they have been evicted since,
+        OutOfBlocks if all pins together would hold more than the `pin_budget` of a pool.
         """
         if not isinstance(match, PrefixMatch):
             raise ArgumentTypeError(f"pin: expected a PrefixMatch, got {type(match).__name__}")
-        state, tree = self._state, self._state.tree
-        state.publish_committed()
-        root, tokens = tree.roots.get(match.namespace), match.tokens
-        found = tree.find(root, tokens, len(tokens), partial=False) if root else None
-        left = found.position // TOKEN_BYTES if found else 0
-        if left < match.num_block_tokens:
-            raise StaleMatch(
-                f"pin: the match had {match.num_block_tokens} tokens in whole blocks, {left} are left; match again"
-            )
-        extent = admission.extent_of(state, found) if found else tree.root(match.namespace)
-        tree.hold(extent)
-        pin = Pin(self._release_pin, match.namespace, match.num_block_tokens)
-        state.pins[pin] = extent
-        return pin
+        check_lifetime(lifetime_s)
+        return pinning.pin(self._state, match, self._release_pin, lifetime_s)
 
     def _release_pin(self, pin: Pin) -> None:
-        if pin not in self._state.pins:
-            raise SequenceError("the pin has been released")
-        self._state.tree.release(self._state.pins.pop(pin))
+        pinning.release_pin(self._state, pin)
 
     def evict(self, num_blocks: int) -> int:
-        """Evict up to that many cached blocks in the policy's order; returns how many were there to evict."""
+        """Evict up to that many cached blocks, of all groups, in the policy's order; returns how many went.
+
+        With several groups whole positions go, so that what is left can still be hit: a few blocks more than asked.
+        """
         wanted = as_count(num_blocks, "num_blocks")
-        self._state.publish_committed()
-        evicted = min(wanted, self._state.tree.num_evictable)
-        self._state.tree.evict(evicted)
-        return evicted
+        self._state.settle()
+        return self._state.tree.evict_positions(wanted)
 
     def drop(self, *, namespace: Namespace) -> int:
         """Forget all content of a namespace; returns how many blocks became free at once.
@@ -220,11 +351,12 @@ class CacheCore:
         sequences publish no more.
         """
         check_namespace(namespace)
-        self._state.publish_committed()
-        for sequence in self._state.rows.running():
+        self._state.settle()
+        for sequence in [*self._state.rows.running(), *self._state.suspended]:
             if sequence.namespace == namespace:
                 sequence.publishes = False
-                self._state.rows.publish_due[sequence.row] = NEVER
+                if sequence.is_live:
+                    self._state.rows.publish_due[sequence.row] = NEVER
         return self._state.tree.drop(namespace)
 
     def reset(self) -> None:
@@ -233,10 +365,12 @@ class CacheCore:
         Raises SequenceError while sequences run or pins hold, and says which.
         """
         running = self._state.rows.running()
-        if running or self._state.pins:
+        suspended, pins = len(self._state.suspended), len(self._state.pins)
+        if running or pins or suspended:
             names = ", ".join(f"row {sequence.row} ({sequence.num_tokens} tokens)" for sequence in running[:8])
             names += ", ..." if len(running) > 8 else ""
-            raise SequenceError(f"reset: {len(running)} sequences run ({names}) and {len(self._state.pins)} pins hold")
+            also = f", {suspended} are suspended" if suspended else ""
+            raise SequenceError(f"reset: {len(running)} sequences run ({names}){also} and {pins} pins hold")
         self._state.tree.clear()
         self._state = CacheState(self.config, self.clock)
 
@@ -244,10 +378,10 @@ class CacheCore:
 
     def forecast(self) -> Forecast:
         """Return a what-if on a copy of the counts, for a scheduler that asks before it acts."""
-        return Forecast(self._state)
+        return forecast_of(self._state)
 
     def blocks_needed_next_step(self, sequence: Sequence, lookahead: int = 1, *, num_draft_tokens: int = 0) -> int:
-        """Count the blocks that the sequence must be given for its next `lookahead` steps.
+        """Count the blocks, of all groups, that the sequence must be given for its next `lookahead` steps.
 
         Each step adds a token and `num_draft_tokens` drafts; nothing is needed beyond `max_sequence_length`.
         """
@@ -256,13 +390,17 @@ class CacheCore:
         return self._num_missing_blocks(sequence, sequence.num_tokens + num_added)
 
     def blocks_needed_to_completion(self, sequence: Sequence, max_new_tokens: int) -> int:
-        """Count the blocks that the sequence must be given until it has its prompt and `max_new_tokens` more."""
+        """Count the blocks, of all groups, that the sequence must be given until its prompt and `max_new_tokens` more.
+
+        Blocks that fall out of a window on the way, and so come back, are not subtracted.
+        """
         self._state.rows.check_running(sequence, "blocks_needed_to_completion")
         total = sequence.num_prompt_tokens + as_count(max_new_tokens, "max_new_tokens")
         return self._num_missing_blocks(sequence, total)
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(-(-min(num_tokens, self._state.rows.max_tokens) // self._state.block_size) - sequence.num_blocks, 0)
+        num_columns = -(-min(num_tokens, self._state.rows.max_tokens) // self._state.block_size)
+        return sum(self._state.column_needs(max(num_columns - sequence.num_columns, 0)))
 
     # -- branches -----------------------------------------------------------------------------------------------------
 
@@ -289,8 +427,8 @@ class CacheCore:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
-        return self._state.pool.num_blocks
+        """Blocks of all pools."""
+        return sum(pool.num_blocks for pool in self._state.pools)
 
     @property
     def num_free_blocks(self) -> int:
@@ -314,20 +452,64 @@ class CacheCore:
 
     def stats(self) -> Stats:
         """Return the numbers of now and the counts since the start or the last `reset`."""
-        self._state.publish_committed()
         state = self._state
-        return state.counters.stats(
-            pool=state.pool, tree=state.tree, num_sequences=len(state.rows.running()), num_pins=len(state.pins)
+        state.settle()
+        tree, counters = state.tree, state.counters
+        return Stats(
+            groups=tuple(map(self._group_stats, range(len(state.spans)))),
+            num_sequences=len(state.rows.running()),
+            num_suspended_now=len(state.suspended),
+            num_pins=len(state.pins),
+            num_extents=sum(1 for _ in tree.extents()),
+            num_admitted=counters.num_admitted,
+            num_query_tokens=counters.num_query_tokens,
+            num_hit_tokens=counters.num_hit_tokens,
+            misses=counters.frozen_misses(),
+            recent_token_hit_rate=counters.recent_token_hit_rate,
+            num_shared_blocks=counters.num_shared_blocks,
+            evictions=MappingProxyType(dict(tree.num_evicted)),
+            num_suspended=counters.num_suspended,
+            num_resumed=counters.num_resumed,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_policy_failures=tree.queue.num_policy_failures,
+            last_policy_failure=tree.queue.last_policy_failure,
+            num_blocks=self.num_blocks,
+            num_free_blocks=state.num_free_blocks,
+            num_evictable_blocks=sum(map(tree.evictable_in, state.pools)),
         )
 
-    def explain(self, subject: Sequence | Tokens, *, namespace: Namespace = ()) -> Explanation:
+    def _group_stats(self, group: int) -> GroupStats:
+        state = self._state
+        pool, counters = state.group_pools[group], state.counters.groups[group]
+        evictable = state.tree.evictable_in(pool)
+        return GroupStats(
+            kind=state.spans[group].kind,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free + evictable,
+            num_evictable_blocks=evictable,
+            num_held_blocks=pool.num_blocks - pool.num_free - evictable,
+            num_pinned_blocks=pinning.num_pinned(state)[group],
+            num_allocated_blocks=counters.num_allocated,
+            num_new_blocks=counters.num_allocated - counters.num_reallocated,
+            num_reused_blocks=counters.num_reused,
+            num_missed_blocks=counters.num_missed,
+        )
+
+    def explain(
+        self,
+        subject: Sequence | Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+    ) -> Explanation:
         """Say who holds what of a sequence, or how far a prompt is cached and why not further."""
         if isinstance(subject, Sequence):
             self._state.rows.check_live(subject, "explain")
             return explanation.of_sequence(self._state, subject)
-        return explanation.of_prompt(
-            self._state, as_token_bytes(subject), self.match_prefix(subject, namespace=namespace)
-        )
+        prompt, _ = self._looked_up(subject, namespace, media, extra_ids)
+        match = self.match_prefix(subject, namespace=namespace, media=media, extra_ids=extra_ids)
+        return explanation.of_prompt(self._state, bytes(prompt), match)
 
     def check(self) -> None:
         """Prove the books: every block has one owner, every reference a holder, every candidate its place.
@@ -342,7 +524,7 @@ class CacheCore:
         Managers of equal settings that were given the same calls have equal digests, in any process. To look is a call,
         too: like `stats`, it publishes what is committed.
         """
-        self._state.publish_committed()
+        self._state.settle()
         return state_digest(self._state)
 
     def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:

@@ -16,15 +16,22 @@ __all__ = ["Pin", "PrefixMatch"]
 class PrefixMatch:
     """How much of a prompt could be reused when it was looked up: a fact of that moment, it holds nothing.
 
-    `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part. `runs` are the
-    packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in bytes is not
-    copied for them.
+    `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part. `miss` says why it
+    is not more: "cold", "evicted", "other namespace", "uncommitted", "under a block", "window", or nothing where only
+    the last token is missing. What was evicted went `evicted_s` seconds before, for the reason `eviction`.
+    `num_known_tokens` are known to the cache, in whole blocks, although windows or states to go on from are not there.
+    `runs` are the packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in
+    bytes is not copied for them.
     """
 
     namespace: Namespace
     num_prompt_tokens: int
     num_block_tokens: int = 0
     num_partial_tokens: int = 0
+    num_known_tokens: int = 0
+    miss: str = ""
+    evicted_s: float | None = None
+    eviction: str = ""
     runs: tuple[tuple[bytes, int], ...] = field(default=(), repr=False)
 
     @property
@@ -42,20 +49,32 @@ class PrefixMatch:
         """Tokens that would have to be computed."""
         return self.num_prompt_tokens - self.num_tokens
 
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Tokens by the tier that they were found in."""
+        return {"device": self.num_tokens}
+
 
 class Pin:
-    """Keeps `num_tokens` leading tokens of a prefix in the cache until it is released, once."""
+    """Keeps `num_tokens` leading tokens of a prefix in the cache until it is released, once, or its lifetime ends."""
 
-    __slots__ = ("_release", "is_released", "namespace", "num_tokens")
+    __slots__ = ("_release", "expires_at_s", "is_released", "namespace", "num_tokens")
 
-    def __init__(self, release: Callable[[Pin], None], namespace: Namespace, num_tokens: int) -> None:
+    def __init__(
+        self, release: Callable[[Pin], None], namespace: Namespace, num_tokens: int, expires_at_s: float | None
+    ) -> None:
         self._release = release
         self.namespace = namespace
         self.num_tokens = num_tokens
+        self.expires_at_s = expires_at_s
         self.is_released = False
 
+    def __repr__(self) -> str:
+        end = "released" if self.is_released else f"{self.num_tokens} tokens in namespace {self.namespace!r}"
+        return f"<Pin {end}>"
+
     def release(self) -> None:
-        """End the hold; a second time is a SequenceError."""
+        """End the hold; a second time is a SequenceError, unless its lifetime has ended it meanwhile."""
         self._release(self)
         self.is_released = True
 

@@ -7,8 +7,10 @@ __all__ = ["Move"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy the first `num_tokens` token rows of block `source` into block `destination`, in all layers of `group`.
+    """Copy `num_tokens` token rows of block `source` into block `destination`, in all layers of `group`.
 
+    The rows copied are those from `source_offset` on, and they go to `destination_offset` on; both are 0 but where
+    single tokens change places. A block of a "state" group is one state, copied whole: `num_tokens` is the block size.
     Moves are performed in the order given, before anything that the next forward pass reads or writes.
     """
 
@@ -18,3 +20,5 @@ class Move:
     group: int = 0
     source_tier: str = "device"
     destination_tier: str = "device"
+    source_offset: int = 0
+    destination_offset: int = 0

@@ -1,13 +1,24 @@
-"""How a sequence takes tokens back, inside what is its own and inside what it has published."""
+"""How a sequence takes tokens back: inside what is its own, inside what it has published, or to begin again."""
 
 from __future__ import annotations
 
+from kvist.core import holdings
 from kvist.core.extents import Extent
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
+from kvist.errors import SequenceError
 
-__all__ = ["extent_ending_at", "rewind_own", "rewind_published"]
+__all__ = ["can_step_back", "extent_ending_at", "refuse_open_media", "rewind_own", "rewind_published"]
+
+
+def can_step_back(state: CacheState, sequence: Sequence, left: int) -> bool:
+    """Say whether a row still has all that it needs to go on after its first `left` tokens."""
+    rows, row = state.rows, sequence.row
+    if state.recurrent is not None and left < rows.computed_of[row]:
+        return False
+    computed = min(left, rows.computed_of[row])
+    return all(group.span.first_block(computed) >= rows.firsts_of[group.index][row] for group in state.sliding)
 
 
 def rewind_own(state: CacheState, sequence: Sequence, left: int) -> None:
@@ -26,24 +37,27 @@ def rewind_published(state: CacheState, sequence: Sequence, left: int) -> None:
     """Step back to the extent that ends where the sequence goes on, with a private copy of a block it stops inside."""
     rows, row = state.rows, sequence.row
     boundary, inside = divmod(left, state.block_size)
+    if inside and sequence._extent.references > 1 and rows.blocks_of[row] == rows.published_of[row]:
+        state.require_columns(1)
+    sources = rows.block_table[:, row, boundary].copy()
+    kept_tokens = rows.packed_tokens(sequence)[(left - inside) * TOKEN_BYTES : left * TOKEN_BYTES]
     old, published = sequence._extent, rows.num_published.item(row)
-    if inside and old.references > 1 and rows.num_blocks.item(row) == published:
-        state.require_blocks(1)
-    source = rows.block_table.item(0, row, boundary)
-    kept_tokens = sequence.tokens[left - inside : left].tobytes()
     extent = extent_ending_at(state, sequence, boundary)
     state.tree.hold(extent)
     state.give_row(row, published)
+    if state.linear:
+        holdings.release_shared(state, sequence)
     state.tree.release(old)
     sequence._extent = extent
-    rows.block_table[:, row, boundary:published] = 0
-    rows.num_blocks[row] = boundary
+    rows.cut(row, boundary)
     rows.set_earlier(sequence, boundary * state.block_size, kept_tokens)
     rows.set_published(sequence, boundary)
     rows.version[row] += 1
+    if state.linear:
+        holdings.hold_shared(state, row)
     if inside:
         state.fill(row, boundary, boundary + 1)
-        state.order_move(source, rows.block_table.item(0, row, boundary), inside)
+        state.order_column_moves(sources, boundary, row, inside)
 
 
 def extent_ending_at(state: CacheState, sequence: Sequence, num_blocks: int) -> Extent:
@@ -54,3 +68,11 @@ def extent_ending_at(state: CacheState, sequence: Sequence, num_blocks: int) -> 
         end -= extent.num_blocks
         extent = extent.parent
     return state.tree.split(extent, num_blocks - end + extent.num_blocks) if end > num_blocks else extent
+
+
+def refuse_open_media(state: CacheState, sequence: Sequence, left: int) -> None:
+    """Raise SequenceError if a sequence would end inside a media span, whose rest it would still be taken to have."""
+    if len(state.identities) and (
+        missing := state.identities.num_open_tokens(state.rows.packed_tokens(sequence)[: left * TOKEN_BYTES])
+    ):
+        raise SequenceError(f"rewind: {left} tokens end inside a media span, {missing} tokens before its end")

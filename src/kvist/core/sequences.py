@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.groups import Span
+from kvist.core.identity import IdentityTable
 from kvist.core.retention import DEFAULT_KEEP, Keep, Retention
 from kvist.core.tokens import TOKEN_BYTES, TokenArray
 from kvist.errors import ArgumentTypeError, SequenceError
@@ -26,26 +29,50 @@ MIN_TAIL_TOKENS = 512
 CACHE_LINE_TOKENS = 16
 """Added to the width of a tail: were it a power of two, rows that grow in step would all fall into one cache set."""
 FREE, RUNNING, WAITING = 0, 1, 2
+ROW_ARRAYS = (
+    "num_tokens",
+    "num_computed",
+    "num_blocks",
+    "num_published",
+    "limit",
+    "version",
+    "firsts",
+    "ends",
+    "publish_due",
+    "tail_origin",
+    "state",
+    "block_table",
+    "tail",
+)
+"""All arrays of SequenceRows."""
+
 row_of = attrgetter("row")
 
 
 class Sequence:
     """One running request: a handle on a row of the manager's arrays. Made by the manager, ended by `free`.
 
-    `row` indexes the manager's arrays by row, and is -1 once it has ended. `namespace` is what it was admitted with,
-    `num_prompt_tokens` the length of its prompt, `num_cached_tokens` how many of these were found in the cache.
+    `row` indexes the manager's arrays by row, and is -1 once it has ended or while it is suspended. `namespace` is what
+    it was admitted with, `num_prompt_tokens` the length of its prompt, `num_cached_tokens` how many of these were found
+    in the cache, and `miss` why not more (empty if only the last token was missing). Where a model keeps states or
+    windows, `num_shared_tokens` of the prompt were known although not all of it was there to go on from.
     """
 
     __slots__ = (
         "_beams",
+        "_checkpoints",
         "_earlier",
         "_earlier_start",
+        "_encoder",
         "_extent",
         "_rows",
+        "_suspended",
         "leader",
+        "miss",
         "namespace",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "num_shared_tokens",
         "publishes",
         "retention",
         "row",
@@ -64,10 +91,15 @@ class Sequence:
         self._beams: list[Sequence] | None = None
         self._earlier: bytes | bytearray = b""
         self._earlier_start = 0
+        self._checkpoints: list[tuple[int, int]] = []
+        self._encoder: Encoder | None = None
+        self._suspended: Suspended | None = None
+        self.num_shared_tokens = 0
+        self.miss = ""
 
     def __repr__(self) -> str:
         if not self.is_live:
-            return "<Sequence freed>"
+            return "<Sequence freed>" if self._suspended is None else "<Sequence suspended>"
         counts = f"{self.num_tokens} tokens, {self.num_computed_tokens} computed, {self.num_blocks} blocks"
         return f"<Sequence row {self.row}: {counts}>"
 
@@ -75,6 +107,16 @@ class Sequence:
     def is_live(self) -> bool:
         """Whether it still runs."""
         return self.row >= 0
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it waits to be resumed."""
+        return self._suspended is not None
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens of the encoder whose K and V it attends to."""
+        return 0 if self._encoder is None else self._encoder.num_tokens
 
     @property
     def beams(self) -> list[Sequence]:
@@ -97,13 +139,21 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in its table, shared ones and reserved ones included."""
-        return self._rows.num_blocks.item(self._live_row())
+        """Blocks in its tables, of all groups, shared ones and reserved ones included; those let go are not counted."""
+        rows, row = self._rows, self._live_row()
+        if rows.is_plain:
+            return int(rows.blocks_of[row])
+        return sum(int(np.count_nonzero(self.group_blocks(group) >= 0)) for group in range(len(rows.spans)))
 
     @property
     def capacity(self) -> int:
         """Tokens that its blocks have room for, at most `max_sequence_length`."""
         return self._rows.capacity(self._live_row())
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of its tables that it has, in groups that keep all of the past or slide over it."""
+        return int(self._rows.blocks_of[self._live_row()])
 
     @property
     def version(self) -> int:
@@ -118,12 +168,18 @@ class Sequence:
     @property
     def tokens(self) -> TokenArray:
         """A copy of its token ids, int32 `[num_tokens]`."""
-        row = self._live_row()
+        self._live_row()
         if self.leader is not None:
             return self.leader.tokens[: self.num_tokens]
-        path = b"".join(bytes(extent.tokens) for extent in self._extent.path())
-        published = self._rows.num_published.item(row) * self._rows.block_size
-        return np.frombuffer(path + self._rows.token_bytes(self, published, self.num_tokens), np.int32)
+        return self._rows.identities.tokens(self._rows.packed_tokens(self))
+
+    def group_blocks(self, group: int) -> NDArray[np.int32]:
+        """Return a copy of its block ids in one group, int32 `[columns]`, -1 where the group has let a block go."""
+        rows, row = self._rows, self._live_row()
+        span = rows.spans[group]
+        blocks = rows.block_table[group, row, : rows.ends_of[group][row]].copy()
+        blocks[span.num_sink_blocks : rows.firsts_of[group][row]] = -1
+        return blocks
 
     def _keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
         """Return how its blocks start .. end-1 are to be kept, in runs: (end of the run, how)."""
@@ -135,6 +191,24 @@ class Sequence:
         if self.row < 0:
             raise SequenceError("the sequence has been freed")
         return self.row
+
+
+@dataclass(slots=True)
+class Encoder:
+    """The blocks of an encoder's tokens, shared by the sequences that came from one prompt."""
+
+    blocks: NDArray[np.int32]
+    num_tokens: int
+    num_holders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """What a suspended sequence is to go on from: its packed tokens, and how many of them were computed."""
+
+    tokens: bytes
+    num_computed: int
+    num_encoder_tokens: int
 
 
 class Batch:
@@ -151,10 +225,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What a row holds: its extent, block ids `[num_groups, num_blocks]` and packed unpublished tokens."""
+    """What a row holds: its extent, block ids `[num_groups, columns]` and packed unpublished tokens."""
 
     extent: Extent
     blocks: NDArray[np.int32]
+    firsts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    num_blocks: int
     num_published: int
     num_computed: int
     tokens: bytes
@@ -170,16 +247,29 @@ class SequenceRows:
     row holds them by its sequence's extent (a waiting beam's are its leader's), the rest belongs to the row alone.
     Tokens not yet published lie in `Sequence._earlier` (from `_earlier_start` on), the latest in the row's `tail`,
     `[max_sequences, tail_tokens]`. `limit` is the number of tokens up to which appending needs neither a block nor
-    room in the tail; `publish_due` the number of computed tokens from which on there is a block to publish. Table
-    entries past `num_blocks` are 0.
+    room in the tail; `publish_due` the number of computed tokens from which on there is a block to publish.
+
+    `firsts` and `ends`, `[num_groups, max_sequences]`, say which columns of the table a row has in each group: from the
+    first to the end, and the sinks. Other entries of the table are 0.
     """
 
-    def __init__(self, max_sequences: int, max_tokens: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self, max_sequences: int, max_tokens: int, spans: list[Span], identities: IdentityTable | None = None
+    ) -> None:
+        self.identities = IdentityTable() if identities is None else identities
+        block_size, num_groups = spans[0].block_size, len(spans)
+        self.spans = spans
+        self.has_full = spans[0].kind == "full"
+        self.is_plain = self.has_full and num_groups == 1
         self.block_size = block_size
         self.max_tokens = max_tokens
-        self.num_tokens, self.num_computed, self.num_blocks, self.num_published, self.limit, self.version = np.zeros(
-            (6, max_sequences), np.int64
+        self.num_tokens, self.num_computed, self.num_published, self.limit, self.version = np.zeros(
+            (5, max_sequences), np.int64
         )
+        self.firsts, self.ends = np.zeros((2, num_groups, max_sequences), np.int64)
+        self.firsts_of = [self.firsts[group].data for group in range(num_groups)]
+        self.ends_of = [self.ends[group].data for group in range(num_groups)]
+        self.num_blocks = self.ends[0] if self.has_full else np.zeros(max_sequences, np.int64)
         self.publish_due = np.full(max_sequences, NEVER)
         self.tail_origin = np.zeros(max_sequences, np.int64)
         # The same memory, for what concerns one row: indexing a memoryview costs half of what indexing an array does.
@@ -198,6 +288,17 @@ class SequenceRows:
         self.num_waiting = 0
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._last_batch: tuple[tuple[np.dtype[Any], bytes], Batch] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceRows:
+        """Copy the rows; views of the arrays are made anew, as they cannot be copied."""
+        twin = SequenceRows(len(self.sequences), self.max_tokens, self.spans, copy.deepcopy(self.identities, memo))
+        memo[id(self)] = twin
+        for name in ROW_ARRAYS:
+            getattr(twin, name)[:] = getattr(self, name)
+        twin.sequences = copy.deepcopy(self.sequences, memo)
+        twin.num_waiting = self.num_waiting
+        twin._free_rows = list(self._free_rows)
+        return twin
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -220,10 +321,16 @@ class SequenceRows:
         assert sequence is not None, f"row {row} has no sequence"
         return sequence
 
-    def open(self, namespace: Namespace, extent: Extent, *, publishes: bool) -> Sequence:
-        """Give a new sequence a row; there must be one."""
+    def open(
+        self, namespace: Namespace, extent: Extent, *, publishes: bool, resumed: Sequence | None = None
+    ) -> Sequence:
+        """Give a new sequence, or one that is resumed, a row; there must be one."""
         row = self._free_rows.pop()
-        sequence = Sequence(self, row, namespace, extent, publishes=publishes)
+        if resumed is None:
+            sequence = Sequence(self, row, namespace, extent, publishes=publishes)
+        else:
+            sequence = resumed
+            sequence.row, sequence._extent, sequence._suspended = row, extent, None
         self.sequences[row] = sequence
         self.state[row] = RUNNING
         self._last_batch = None
@@ -232,7 +339,11 @@ class SequenceRows:
     def close(self, sequence: Sequence) -> None:
         """Take the row back; its blocks must have been given back."""
         row = sequence.row
-        self.block_table[0, row, : self.blocks_of[row]] = 0
+        if self.is_plain:
+            self.block_table[0, row, : self.blocks_of[row]] = 0
+        else:
+            self.block_table[:, row] = 0
+            self.firsts[:, row] = self.ends[:, row] = 0
         self.num_waiting -= sequence.leader is not None
         self.tokens_of[row] = self.computed_of[row] = self.blocks_of[row] = self.published_of[row] = 0
         self.limit_of[row] = 0
@@ -335,7 +446,10 @@ class SequenceRows:
         published, num_tokens = self.num_published.item(row), self.num_tokens.item(row)
         return RowState(
             extent=sequence._extent,
-            blocks=self.block_table[:, row, : self.num_blocks[row]].copy(),
+            blocks=self.block_table[:, row, : self.width(row)].copy(),
+            firsts=self.firsts[:, row].copy(),
+            ends=self.ends[:, row].copy(),
+            num_blocks=self.blocks_of[row],
             num_published=published,
             num_computed=self.num_computed.item(row),
             tokens=self.token_bytes(sequence, published * self.block_size, num_tokens),
@@ -347,10 +461,11 @@ class SequenceRows:
     def restore(self, sequence: Sequence, state: RowState) -> None:
         """Make a row hold what another held; who owns the blocks and holds the extent is the caller's business."""
         row = sequence.row
-        table, num_blocks = self.block_table[:, row], state.blocks.shape[1]
-        table[:, num_blocks : self.num_blocks[row]] = 0
-        table[:, :num_blocks] = state.blocks
-        self.num_blocks[row] = num_blocks
+        table, width = self.block_table[:, row], state.blocks.shape[1]
+        table[:, width : self.width(row)] = 0
+        table[:, :width] = state.blocks
+        self.firsts[:, row], self.ends[:, row] = state.firsts, state.ends
+        self.num_blocks[row] = state.num_blocks
         self.num_computed[row] = state.num_computed
         self.version[row] += 1
         sequence._extent, sequence.publishes = state.extent, state.publishes
@@ -358,6 +473,11 @@ class SequenceRows:
         self.set_earlier(sequence, state.num_published * self.block_size, state.tokens)
         self.set_published(sequence, state.num_published)
         self.refresh_limit(row)
+
+    def width(self, row: int) -> int:
+        """Count the columns that the row uses in some group."""
+        num_blocks: int = self.blocks_of[row]
+        return num_blocks if self.is_plain else max(num_blocks, int(self.ends[:, row].max()))
 
     # -- capacity -----------------------------------------------------------------------------------------------------
 
@@ -420,6 +540,21 @@ class SequenceRows:
         earlier += self.tail[origin + skip : origin + end - start].tobytes()
         sequence._earlier = earlier
         self.origin_of[row] = origin - end
+
+    def packed_tokens(self, sequence: Sequence) -> bytes:
+        """Return all packed tokens of a row that does not wait, in the tree and not yet in it."""
+        row = sequence.row
+        path = b"".join(bytes(extent.tokens) for extent in sequence._extent.path())
+        return path + self.token_bytes(sequence, self.published_of[row] * self.block_size, self.tokens_of[row])
+
+    def cut(self, row: int, num_blocks: int) -> None:
+        """Forget the columns of a row from `num_blocks` on; whose blocks they were is the caller's business."""
+        self.block_table[:, row, num_blocks : self.blocks_of[row]] = 0
+        self.blocks_of[row] = num_blocks
+        for group, span in enumerate(self.spans):
+            if span.kind not in ("full", "state", "cross"):
+                self.ends_of[group][row] = num_blocks
+                self.firsts_of[group][row] = min(self.firsts_of[group][row], num_blocks)
 
     def token_bytes(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Return the packed unpublished tokens at positions start .. end-1."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
-from kvist.core.eviction import policy_named
-from kvist.core.extents import Extent, Match
+from kvist.core import holdings, recurrent
+from kvist.core.eviction import queue_of
+from kvist.core.extents import Blocks, Extent, Match
+from kvist.core.groups import spans_of
+from kvist.core.identity import IdentityTable, Media
 from kvist.core.matching import Pin
 from kvist.core.moves import Move
 from kvist.core.pool import BlockPool
 from kvist.core.retention import Keep
-from kvist.core.sequences import Sequence, SequenceRows
+from kvist.core.sequences import Encoder, Sequence, SequenceRows
+from kvist.core.spanned import SpannedGroup
 from kvist.core.statistics import Counters
 from kvist.core.tree import PrefixTree
 from kvist.errors import NeverFits, OutOfBlocks, OutOfRows
@@ -21,33 +27,143 @@ from kvist.errors import NeverFits, OutOfBlocks, OutOfRows
 __all__ = ["CacheState"]
 
 
-class CacheState:
-    """The pool, the tree, the rows, the pins, the counts and the copies still to be made.
+class PinHold(NamedTuple):
+    """What a pin holds: an extent, and the blocks in span of each group that needs a part of the past."""
 
-    Whoever changes it checks first: `require_rows` and `require_blocks` raise and change nothing that can be seen, and
-    what comes after them must not fail.
+    extent: Extent
+    blocks: list[NDArray[np.int32]]
+
+
+class CacheState:
+    """The pools, the tree, the rows, the pins, the counts and the copies still to be made.
+
+    `group_pools` are the pools by group. Of the groups that need a part of the past, `linear` have a table that follows
+    the sequence, `sliding` are those whose blocks fall out of span, `recurrent` holds one state a sequence; `cross` is
+    the index of the group for an encoder's tokens. `is_plain` says that there is one group, with full attention.
+
+    Whoever changes it checks first: `require_rows` and `require` raise and change nothing that can be seen, and what
+    comes after them must not fail.
     """
 
     def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
         self.config = config
+        self.clock = clock
         self.block_size = config.block_size
-        self.pool = BlockPool(config.resolved_num_blocks)
-        policy, partial = policy_named(config.policy), config.reuse and config.partial_reuse
-        self.tree = PrefixTree([self.pool], config.block_size, policy, clock, partial=partial)
-        self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, config.block_size, num_groups=1)
-        self.counters = Counters()
-        self.pins: dict[Pin, Extent] = {}
+        self.spans = spans_of(config)
+        self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
+        self.pool_of = list(config.pool_of)
+        self.group_pools = [self.pools[pool] for pool in self.pool_of]
+        self.has_full = self.spans[0].kind == "full"
+        self.is_plain = self.has_full and len(self.spans) == 1
+        self.spanned = self._spanned_groups()
+        self.linear = [group for group in self.spanned if group.span.kind != "state"]
+        self.sliding = [group for group in self.spanned if group.span.slides]
+        self.recurrent = next((group for group in self.spanned if group.span.kind == "state"), None)
+        self.cross = next((index for index, span in enumerate(self.spans) if span.kind == "cross"), None)
+        self.tree = PrefixTree(
+            len(self.spans),
+            self.pools[0] if self.has_full else None,
+            self.spanned,
+            config.block_size,
+            queue_of(config.policy),
+            clock,
+            partial=config.reuse and config.partial_reuse and self.recurrent is None,
+        )
+        self.identities = IdentityTable()
+        self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
+        self.counters = Counters(len(self.spans))
+        self.pins: dict[Pin, PinHold] = {}
+        self._expiring_pins = False
+        self.suspended: set[Sequence] = set()
         self.moves: list[Move] = []
         self._due_rows: set[int] = set()
         self._any_row_due = False
+        self._slides_due = False
+
+    def _spanned_groups(self) -> list[SpannedGroup]:
+        references: dict[int, NDArray[np.int32]] = {}
+        groups = []
+        for index, span in enumerate(self.spans):
+            if span.kind not in ("full", "cross"):
+                pool = self.pool_of[index]
+                if pool not in references:
+                    references[pool] = np.zeros(self.pools[pool].num_blocks, np.int32)
+                groups.append(SpannedGroup(index, span, self.pools[pool], references[pool]))
+        return groups
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that an allocation could take now, after all that is committed has been published."""
+        """Blocks of all pools that an allocation could take now, after all that is committed has been published."""
+        self.settle()
+        return sum(pool.num_free + self.tree.evictable_in(pool) for pool in self.pools)
+
+    def settle(self) -> None:
+        """Do what has been put off: publish what is committed, let go of what has fallen out of span or expired."""
         self.publish_committed()
-        return self.pool.num_free + self.tree.num_evictable
+        self.slide()
+        self._expire_pins()
+
+    def identify(self, prompt: bytes | memoryview, media: Iterable[Media], extra_ids: ArrayLike | None) -> bytes:
+        """Put what a prompt's identity has besides its ids into them; forget before what nothing refers to any more."""
+        if self.identities.needs_sweep:
+            running = [self.rows.packed_tokens(each) for each in self.rows.running() if each.leader is None]
+            suspended = [each._suspended.tokens for each in self.suspended if each._suspended is not None]
+            self.identities.sweep([*running, *suspended, *(extent.tokens for extent in self.tree.extents())])
+        return self.identities.identify(prompt, media, extra_ids)
+
+    def all_extents(self) -> list[Extent]:
+        """List every extent, roots included: the listed ones, and those that only holders reach."""
+        found = {id(extent): extent for root in self.tree.roots.values() for extent in root.subtree()}
+        holders = [sequence._extent for sequence in self.rows.running()]
+        for holder in [*holders, *(hold.extent for hold in self.pins.values())]:
+            extent: Extent | None = holder
+            while extent is not None and id(extent) not in found:
+                found[id(extent)] = extent
+                extent = extent.parent
+        return list(found.values())
+
+    # -- pins ---------------------------------------------------------------------------------------------------------
+
+    def add_pin(self, pin: Pin, extent: Extent, blocks: list[NDArray[np.int32]]) -> None:
+        """Keep a pin's hold."""
+        self.pins[pin] = PinHold(extent, blocks)
+        self._expiring_pins = self._expiring_pins or pin.expires_at_s is not None
+
+    def end_pin(self, pin: Pin) -> None:
+        """End a pin's hold."""
+        hold = self.pins.pop(pin)
+        for group, blocks in zip(self.spanned, hold.blocks, strict=True):
+            group.relinquish(blocks)
+            group.offer(hold.extent)
+        self.tree.release(hold.extent)
+
+    def _expire_pins(self) -> None:
+        """End the holds of pins whose time is over."""
+        if not self._expiring_pins:
+            return
+        now = self.clock()
+        for pin in [pin for pin in self.pins if pin.expires_at_s is not None and pin.expires_at_s <= now]:
+            self.end_pin(pin)
+        self._expiring_pins = any(pin.expires_at_s is not None for pin in self.pins)
+
+    def slide(self) -> None:
+        """Let rows give up the blocks that have fallen out of span."""
+        if self._slides_due:
+            self._slides_due = False
+            holdings.slide(self)
 
     # -- room ---------------------------------------------------------------------------------------------------------
+
+    def column_needs(self, num_columns: int) -> list[int]:
+        """Count the blocks by pool that so many new columns of a table take, in all groups whose tables grow."""
+        if self.is_plain:
+            return [num_columns]
+        needs = [0] * len(self.pools)
+        if self.has_full:
+            needs[0] = num_columns
+        for group in self.linear:
+            needs[self.pool_of[group.index]] += num_columns
+        return needs
 
     def require_rows(self, n: int, free_rows: int) -> None:
         """Raise unless n rows are free."""
@@ -64,27 +180,68 @@ class CacheState:
             held=total - free_rows,
         )
 
-    def require_blocks(self, needed: int, match: Match | None = None) -> None:
-        """Raise OutOfBlocks unless that many blocks could be had without what the match would hold."""
-        if needed <= self.pool.num_free:
+    def require_columns(self, num_columns: int) -> None:
+        """Raise OutOfBlocks unless so many new columns could be had in all groups whose tables grow."""
+        self.require(self.column_needs(num_columns))
+
+    def require(self, needs: list[int], match: Match | None = None) -> None:
+        """Raise OutOfBlocks unless so many blocks of each pool could be had without what the match would hold."""
+        for pool, needed in zip(self.pools, needs, strict=True):
+            if needed > pool.num_free:
+                break
+        else:
             return
+        self.slide()
         self.publish_committed()
-        free, evictable = self.pool.num_free, self.tree.num_evictable
-        held = self.pool.num_blocks - free - evictable
+        self._expire_pins()
+        for index, needed in enumerate(needs):
+            if needed > self.pools[index].num_free:
+                self._require_evictable(index, needed, match)
+
+    def _require_evictable(self, index: int, needed: int, match: Match | None) -> None:
+        pool = self.pools[index]
+        free, evictable = pool.num_free, self.tree.evictable_in(pool)
+        held = pool.num_blocks - free - evictable
         if match is not None:
-            evictable -= self.tree.num_evictable_on(match.extent)
-            if match.child is not None and not match.child.references:
-                evictable -= match.child_blocks
+            evictable -= self.num_claimed(pool, match)
         if needed <= free + evictable:
             return
-        can = free + evictable
+        can, group = free + evictable, self.pool_of.index(index)
         raise OutOfBlocks(
-            f"{needed} blocks needed, but only {can} are free or evictable ({held} held by {self._holders()})",
+            f"group {group} needs {needed} blocks, but only {can} are free or evictable "
+            f"({held} held by {self._holders()})",
             needed=needed,
             free=free,
             evictable=evictable,
             held=held,
+            group=group,
         )
+
+    def num_claimed(self, pool: BlockPool, match: Match) -> int:
+        """Count the evictable blocks of a pool that a sequence with this match would hold."""
+        claimed = 0
+        if pool is self.tree.full_pool:
+            claimed = self.tree.num_evictable_on(match.extent)
+            if match.child is not None and not match.child.references:
+                claimed += match.child_blocks
+        num_columns = match.position // self.tree.block_bytes
+        for group in self.linear:
+            if group.pool is pool:
+                claimed += group.num_unheld(self.blocks_in_span(group, match.bottom, num_columns))
+        return claimed
+
+    def blocks_in_span(self, group: SpannedGroup, extent: Extent, num_columns: int) -> NDArray[np.int32]:
+        """Return a group's blocks that a sequence needs after a prefix, which ends inside an extent."""
+        first, num_sinks = group.span.first_block(num_columns * self.block_size), group.span.num_sink_blocks
+        parts = []
+        node = extent
+        while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
+            column = node.blocks[group.index]
+            parts.append(column[max(first - node.start, 0) : max(num_columns - node.start, 0)])
+            if node.start < num_sinks:
+                parts.append(column[: max(min(num_sinks, num_columns, first) - node.start, 0)])
+            node = node.parent
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def _holders(self) -> str:
         """Count who holds blocks, and name the sequences that hold most."""
@@ -96,39 +253,98 @@ class CacheState:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def fill(self, row: int, start: int, end: int) -> None:
-        """Give the row new blocks at positions start .. end-1; there must be as many."""
-        self.evict_for(end - start)
-        self.rows.block_table[0, row, start:end] = self.pool.take(end - start)
+        """Give the row new blocks at columns start .. end-1 of all tables that grow; there must be as many."""
+        self.make_room(self.column_needs(end - start))
+        table = self.rows.block_table
+        if self.has_full:
+            table[0, row, start:end] = self.pools[0].take(end - start)
+        for group in self.linear:
+            table[group.index, row, start:end] = group.pool.take(end - start)
+            self.rows.ends_of[group.index][row] = end
         self.rows.blocks_of[row] = end
 
     def give_row(self, row: int, keep: int) -> None:
-        """Give back the row's blocks from position `keep` on; they must be its own."""
+        """Give back the row's blocks from column `keep` on; they must be its own."""
         have = self.rows.blocks_of[row]
         if have > keep:
-            own = self.rows.block_table[:, row, keep:have]
-            self.pool.give(own[0])
-            own[:] = 0
+            if self.has_full:
+                own = self.rows.block_table[0, row, keep:have]
+                self.pools[0].give(own)
+                own[:] = 0
+            if self.linear:
+                holdings.give_own(self, row, keep)
             self.rows.blocks_of[row] = keep
 
-    def end(self, sequence: Sequence) -> None:
-        """Give back all that a sequence holds: its own blocks, its row, and its place in the tree."""
+    def end(self, sequence: Sequence, *, publish: bool) -> None:
+        """Give back all that a sequence holds: its blocks, its row, its place in the tree; publish first, if asked."""
         row, rows = sequence.row, self.rows
+        if self.linear and sequence.leader is None:
+            holdings.release_shared(self, sequence)
+        if publish and sequence.publishes:
+            self._publish_last(sequence)
         keep, have = rows.published_of[row], rows.blocks_of[row]
-        if have > keep:
-            self.pool.give(rows.block_table[0, row, keep:have])
+        if have > keep and self.has_full:
+            self.pools[0].give(rows.block_table[0, row, keep:have])
+        if not self.is_plain:
+            self._end_in_groups(sequence, keep)
         self._due_rows.discard(row)
         rows.close(sequence)
         self.tree.release(sequence._extent)
 
-    def evict_for(self, needed: int) -> None:
-        """Evict so that this many blocks are free; so many must be free or evictable."""
-        if needed > self.pool.num_free:
-            self.tree.evict(needed - self.pool.num_free)
+    def _end_in_groups(self, sequence: Sequence, keep: int) -> None:
+        row = sequence.row
+        holdings.give_own(self, row, keep)
+        if self.recurrent is not None:
+            recurrent.give_states(self, sequence)
+        self.leave_encoder(sequence)
 
-    def order_move(self, source: int, destination: int, num_tokens: int) -> None:
+    def leave_encoder(self, sequence: Sequence) -> None:
+        """Let a sequence leave its encoder's blocks, which go with the last that has them."""
+        encoder = sequence._encoder
+        if encoder is None or self.cross is None:
+            return
+        self.end_encoder_hold(encoder)
+        sequence._encoder = None
+        self.rows.block_table[self.cross, sequence.row, : len(encoder.blocks)] = 0
+        self.rows.ends_of[self.cross][sequence.row] = 0
+
+    def end_encoder_hold(self, encoder: Encoder) -> None:
+        """End one hold of an encoder's blocks, which go with the last."""
+        encoder.num_holders -= 1
+        if not encoder.num_holders and self.cross is not None:
+            self.group_pools[self.cross].give(encoder.blocks)
+
+    def join_encoder(self, sequence: Sequence, encoder: Encoder | None) -> None:
+        """Let a sequence share an encoder's blocks."""
+        if encoder is None or self.cross is None:
+            return
+        encoder.num_holders += 1
+        sequence._encoder = encoder
+        num_blocks = len(encoder.blocks)
+        self.rows.block_table[self.cross, sequence.row, :num_blocks] = encoder.blocks
+        self.rows.ends_of[self.cross][sequence.row] = num_blocks
+
+    def make_room(self, needs: list[int]) -> None:
+        """Evict so that this many blocks of each pool are free; so many must be free or evictable."""
+        for index, needed in enumerate(needs):
+            pool = self.pools[index]
+            if needed > pool.num_free:
+                self.counters.groups[self.pool_of.index(index)].num_reallocated += needed - pool.num_free
+                self.tree.evict(pool, needed - pool.num_free)
+
+    def order_move(self, source: int, destination: int, num_tokens: int, group: int = 0) -> None:
         """Order a copy, unless the block already is where it should be."""
         if source != destination:
-            self.moves.append(Move(source, destination, num_tokens))
+            self.moves.append(Move(source, destination, num_tokens, group))
+
+    def order_column_moves(self, source_blocks: Blocks, column: int, row: int, num_tokens: int) -> None:
+        """Order copies of the first tokens of a block in each group, `source_blocks` `[groups]`, to a row's column."""
+        table = self.rows.block_table
+        if self.has_full:
+            self.order_move(source_blocks.item(0), table.item(0, row, column), num_tokens)
+        for group in self.linear:
+            index = group.index
+            self.order_move(source_blocks.item(index), table.item(index, row, column), num_tokens, index)
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
@@ -136,10 +352,13 @@ class CacheState:
         """Note that one row has more computed tokens."""
         if self.rows.computed_of[row] >= self.rows.due_of[row]:
             self._due_rows.add(row)
+        if self.sliding:
+            self._slides_due = True
 
     def note_rows_committed(self) -> None:
         """Note that any row may have more computed tokens."""
         self._any_row_due = True
+        self._slides_due = bool(self.sliding)
 
     def publish_committed(self) -> None:
         """Put every full committed block into the tree."""
@@ -188,43 +407,80 @@ class CacheState:
         start, end = rows.published_of[row], rows.computed_of[row] // self.block_size
         if end <= start:
             return
-        if not sequence.publishes:
+        if sequence.publishes:
+            self._publish_listed(sequence, start, end)
+        else:
             tokens = rows.token_bytes(sequence, start * self.block_size, end * self.block_size)
-            sequence._extent = self.tree.insert_unlisted(sequence._extent, tokens, rows.block_table[:, row, start:end])
+            blocks = self._tree_blocks(sequence, start, end)
+            sequence._extent = self.tree.insert_unlisted(sequence._extent, tokens, blocks)
+            self._adopt(sequence, blocks, start, held=True)
             rows.set_published(sequence, end)
-            return
+        if sequence._checkpoints:
+            sequence._checkpoints = [each for each in sequence._checkpoints if each[0] >= end]
+
+    def _publish_listed(self, sequence: Sequence, start: int, end: int) -> None:
         for stop, keep in sequence._keeps(start, end):
-            existing = self._insert(sequence, start, stop, stop * self.block_size, keep)
+            existing, blocks = self._insert(sequence, start, stop, stop * self.block_size, keep)
             if existing:
-                self._rebase(sequence, start, existing, stop)
-            rows.set_published(sequence, stop)
+                self._rebase(sequence, start, existing, stop, blocks)
+            self._adopt(sequence, blocks[:, existing:], start + existing, held=True)
+            self.rows.set_published(sequence, stop)
             start = stop
 
-    def publish_last(self, sequence: Sequence) -> None:
-        """Publish all that is computed, a partly filled last block too; the sequence must end right after."""
+    def _publish_last(self, sequence: Sequence) -> None:
+        """Publish all that is computed, a partly filled last block too, of a sequence that ends and holds no more."""
         rows, row = self.rows, sequence.row
         start, computed = rows.published_of[row], rows.computed_of[row]
+        if self.recurrent is not None:
+            recurrent.keep_last_state(self, sequence)
         if not self.tree.partial:
             computed -= computed % self.block_size
         end = -(-computed // self.block_size)
         if end <= start:
             return
         for stop, keep in sequence._keeps(start, end):
-            existing = self._insert(sequence, start, stop, min(stop * self.block_size, computed), keep)
+            existing, blocks = self._insert(sequence, start, stop, min(stop * self.block_size, computed), keep)
             if existing:
-                self.pool.give(rows.block_table[0, row, start : start + existing])
                 self.counters.num_shared_blocks += existing
+                if self.is_plain:
+                    self.pools[0].give(blocks[0, :existing])
+                else:
+                    holdings.merge(self, sequence, start, existing, blocks, held=False)
+            if self.spanned:
+                holdings.adopt(self, blocks[:, existing:], held=False)
             rows.published_of[row] = start = stop
+        sequence._checkpoints.clear()
 
-    def _insert(self, sequence: Sequence, start: int, stop: int, end_token: int, keep: Keep) -> int:
-        """Put a row's blocks start .. stop-1 into the tree; returns how many leading ones the tree did not take."""
+    def _insert(self, sequence: Sequence, start: int, stop: int, end_token: int, keep: Keep) -> tuple[int, Blocks]:
+        """Put a row's blocks start .. stop-1 into the tree; returns how many leading ones it did not take, and all."""
         tokens = self.rows.token_bytes(sequence, start * self.block_size, end_token)
-        blocks = self.rows.block_table[:, sequence.row, start:stop]
+        blocks = self._tree_blocks(sequence, start, stop)
         sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
-        return existing
+        return existing, blocks
 
-    def _rebase(self, sequence: Sequence, start: int, existing: int, end: int) -> None:
+    def _tree_blocks(self, sequence: Sequence, start: int, stop: int) -> Blocks:
+        if self.is_plain:
+            return self.rows.block_table[:, sequence.row, start:stop]
+        return holdings.as_tree_blocks(self, sequence, start, stop)
+
+    def _adopt(self, sequence: Sequence, blocks: Blocks, first: int, *, held: bool) -> None:
+        if self.spanned:
+            holdings.adopt(self, blocks, held=held)
+            for group in self.spanned:
+                group.offer(sequence._extent, first)
+
+    def _rebase(self, sequence: Sequence, start: int, existing: int, end: int, blocks: Blocks) -> None:
         """Replace the row's blocks whose content was in the tree already by the tree's, and give its own back."""
+        if self.is_plain:
+            self._rebase_plain(sequence, start, existing, end)
+        else:
+            holdings.merge(self, sequence, start, existing, blocks, held=True)
+        self.rows.version[sequence.row] += 1
+        self.counters.num_shared_blocks += existing
+        for beam in sequence._waiting_beams():
+            self.show_leaders_blocks(beam)
+
+    def _rebase_plain(self, sequence: Sequence, start: int, existing: int, end: int) -> None:
         table = self.rows.block_table[:, sequence.row]
         own: np.ndarray[tuple[int], np.dtype[np.int32]] = table[0, start : start + existing].copy()
         extent = sequence._extent
@@ -232,15 +488,17 @@ class CacheState:
             first = end - extent.num_blocks
             table[:, max(first, start) : end] = extent.blocks[:, max(start - first, 0) :]
             extent, end = extent.parent, first
-        self.pool.give(own)
-        self.rows.version[sequence.row] += 1
-        self.counters.num_shared_blocks += existing
-        self._show_waiting_beams(sequence)
+        self.pools[0].give(own)
 
-    def _show_waiting_beams(self, leader: Sequence) -> None:
-        """Show a change in a leader's blocks in the rows of the beams that wait for it."""
-        rows = self.rows
-        for beam in leader._waiting_beams():
-            num_full = rows.num_published.item(beam.row)
-            rows.block_table[:, beam.row, :num_full] = rows.block_table[:, leader.row, :num_full]
-            rows.version[beam.row] += 1
+    def show_leaders_blocks(self, beam: Sequence) -> None:
+        """Show the full blocks of a leader's prompt in the row of a beam that waits for it."""
+        rows, leader = self.rows, beam.leader
+        assert leader is not None
+        num_full = rows.num_published.item(beam.row)
+        if self.has_full:
+            rows.block_table[0, beam.row, :num_full] = rows.block_table[0, leader.row, :num_full]
+        for group in self.linear:
+            index = group.index
+            rows.block_table[index, beam.row, :num_full] = rows.block_table[index, leader.row, :num_full]
+            rows.firsts_of[index][beam.row] = min(rows.firsts_of[index][leader.row], num_full)
+        rows.version[beam.row] += 1

@@ -8,35 +8,57 @@ Rules that must not be broken, with their reasons:
   anything held is referenced too, and holding or releasing stops at the first extent whose state does not change.
 - Listed extents can be found by others (`key` is their key among the parent's children). An unlisted one (`key` is
   None) is shared only by the sequences that hold it, and ends with the last of them.
+- A group with full attention has a block in every column of an extent, and holding the extent holds them. The blocks of
+  the other groups are held one by one (see `SpannedGroup`), and may be missing.
+- A candidate for eviction ends where all groups can go on from: what nothing could reach is let go at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from kvist.core.eviction import EvictionQueue, Policy
-from kvist.core.extents import Blocks, Extent, Match, Namespace, Root
+from kvist.core.eviction import Candidates
+from kvist.core.extents import Blocks, Extent, Loss, Match, Namespace, Root
 from kvist.core.pool import BlockPool
 from kvist.core.retention import DEFAULT_KEEP, DEFAULT_PRIORITY, Keep
 from kvist.core.siblings import SortedKeys
+from kvist.core.spanned import SpannedGroup
 from kvist.core.tokens import TOKEN_BYTES, common_prefix
 
 __all__ = ["PrefixTree"]
 
 FEW_CHILDREN = 4
 MIN_SWEPT = 1024
+MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
+MAX_LOSSES = 4096
+"""Evictions that are remembered, so that a miss can be told to be one."""
 
 
 class PrefixTree:
-    """All cached content of one manager: one root per namespace, one eviction queue, one pool per group."""
+    """All cached content of one manager: one root per namespace, one eviction queue, one pool per group.
+
+    `full_pool` is that of the group with full attention, the first one, where there is one; `spanned` are the groups
+    that hold a part of the past, cross attention left out.
+    """
 
     def __init__(
-        self, pools: list[BlockPool], block_size: int, policy: Policy, clock: Callable[[], float], *, partial: bool
+        self,
+        num_groups: int,
+        full_pool: BlockPool | None,
+        spanned: list[SpannedGroup],
+        block_size: int,
+        queue: Candidates,
+        clock: Callable[[], float],
+        *,
+        partial: bool,
     ) -> None:
-        self.pools = pools
+        self.num_groups = num_groups
+        self.full_pool = full_pool
+        self.spanned = spanned
         self.block_bytes = block_size * TOKEN_BYTES
         self.partial = partial
         self._clock = clock
@@ -44,10 +66,14 @@ class PrefixTree:
         self._num_expiries = 0
         self._max_expiries = MIN_SWEPT
         self.roots: dict[Namespace, Root] = {}
-        self.queue = EvictionQueue(policy)
+        self.queue = queue
         self.num_evictable = 0
-        self.num_evicted = 0
+        self.num_evicted: dict[str, int] = {}
         self.tick = 0
+        self.reason = MADE_ROOM
+        self._losses: deque[tuple[Extent, bytes]] = deque()
+        self._root_losses: dict[tuple[Namespace, bytes], Loss] = {}
+        self._num_first: dict[bytes, int] = {}
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -55,7 +81,7 @@ class PrefixTree:
         """Return the namespace's root, made if it is not there."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Root(namespace, len(self.pools))
+            root = self.roots[namespace] = Root(namespace, self.num_groups)
         return root
 
     def find(self, extent: Extent, tokens: bytes | memoryview, limit: int, *, partial: bool) -> Match:
@@ -111,6 +137,38 @@ class PrefixTree:
                     nearest, longest = children[key], agreed
         return nearest, longest
 
+    def fit(self, match: Match) -> Match:
+        """Shorten a match to where every group has what it needs to go on."""
+        match.known = match.position
+        num_blocks = match.position // self.block_bytes
+        reached = self.reach(match.bottom, num_blocks)
+        if reached < num_blocks:
+            shorter = Match(match.bottom, reached * self.block_bytes)
+            shorter.known = match.known
+            while shorter.extent.parent is not None and shorter.extent.start >= reached:
+                shorter.extent = shorter.extent.parent
+            node = shorter.extent
+            if node.parent is not None and node.start + node.blocks.shape[1] > reached:
+                shorter.extent, shorter.child, shorter.child_blocks = node.parent, node, reached - node.start
+            return shorter
+        if match.source is not None and not self._has_block(match.source, match.source_block):
+            match.source, match.num_partial_tokens = None, 0
+        return match
+
+    def reach(self, extent: Extent, num_blocks: int) -> int:
+        """Return the longest prefix of at most that many blocks, on the path to an extent, that all groups reach."""
+        reached, last = num_blocks, -1
+        while reached != last:
+            last = reached
+            for group in self.spanned:
+                reached = group.reach(extent, reached)
+        return reached
+
+    def _has_block(self, extent: Extent, column: int) -> bool:
+        return all(
+            group.span.kind != "state" and extent.blocks.item(group.index, column) >= 0 for group in self.spanned
+        )
+
     # -- holding ------------------------------------------------------------------------------------------------------
 
     def hold(self, extent: Extent) -> None:
@@ -143,10 +201,37 @@ class PrefixTree:
                 extent.last_use = tick
                 self.num_evictable += extent.blocks.shape[1]
                 if not extent.children:
-                    self.queue.offer(extent)
+                    self._offer(extent)
                 if extent.keep is not DEFAULT_KEEP:
                     self._await_expiry(extent)
             extent = parent
+
+    def _offer(self, extent: Extent) -> None:
+        """Make a leaf that nobody holds a candidate, less what no group could reach."""
+        if self.spanned:
+            leaf = self._cut_to_reach(extent)
+            if leaf is None:
+                return
+            extent = leaf
+            for group in self.spanned:
+                group.offer(extent, extent.start)
+        self.queue.offer(extent)
+
+    def _cut_to_reach(self, extent: Extent) -> Extent | None:
+        """Let go of what nothing could reach at the end of a leaf, or of a chain of them; return what stays."""
+        reason, self.reason = self.reason, UNREACHABLE
+        leaf: Extent | None = extent
+        while leaf is not None:
+            num_full = leaf.start + len(leaf.tokens) // self.block_bytes
+            reached = self.reach(leaf, num_full)
+            if reached == num_full and (reached > leaf.start or self._has_block(leaf, 0)):
+                break
+            if reached > leaf.start:
+                self._shrink(leaf, reached - leaf.start)
+                break
+            leaf = self._remove(leaf, remember=True)
+        self.reason = reason
+        return leaf
 
     def _await_expiry(self, extent: Extent) -> None:
         """Note when the priority of an extent that nobody uses any more ends."""
@@ -219,7 +304,7 @@ class PrefixTree:
             return child is not None
         if agreed == len(child.tokens) < self.block_bytes:
             self.queue.withdraw(child)
-            self._let_go(child)
+            self._remove(child, remember=False)
         return False
 
     def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool) -> Extent:
@@ -230,6 +315,7 @@ class PrefixTree:
                 extent.tokens = bytearray(extent.tokens)
             extent.tokens += tokens
             extent.blocks = np.concatenate((extent.blocks, blocks), axis=1)
+            extent.lost = None
             return extent
         key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks.copy(), self.tick)
@@ -250,23 +336,32 @@ class PrefixTree:
         parent = extent.parent
         assert parent is not None
         upper = Extent(parent, extent.key, extent.tokens[:at], extent.blocks[:, :num_blocks], extent.created)
+        upper.start = extent.start
         upper.last_use, upper.hits, upper.keep = extent.last_use, extent.hits, extent.keep
         upper.references = 1 if extent.references else 0
+        extent.start += num_blocks
         extent.parent, extent.tokens, extent.blocks = upper, extent.tokens[at:], extent.blocks[:, num_blocks:]
         if extent.key is not None:
             assert parent.children is not None
             parent.children[extent.key] = upper
             extent.key = bytes(extent.tokens[: self.block_bytes])
             self._link(upper, extent)
+        for group in self.spanned:
+            group.offer(upper, upper.start)
         return upper
 
     # -- letting go ---------------------------------------------------------------------------------------------------
 
-    def evict(self, num_blocks: int) -> None:
-        """Free that many evictable blocks, which must exist, in the policy's order and each victim from its tail."""
+    def evict(self, pool: BlockPool, num_blocks: int) -> None:
+        """Free that many evictable blocks of a pool, which must exist, in the policy's order, victims from their tails.
+
+        Groups that draw from the pool first lose what matters least; then whole positions go, in all groups.
+        """
         if self._expiries:
             self.expire_priorities()
-        self.num_evicted += num_blocks
+        if self.spanned:
+            self._evict_in_groups(pool, pool.num_free + num_blocks)
+            return
         while num_blocks > 0:
             extent = self.queue.first()
             size = extent.blocks.shape[1]
@@ -277,37 +372,169 @@ class PrefixTree:
             self._let_go(extent)
             num_blocks -= size
 
+    def _evict_in_groups(self, pool: BlockPool, wanted: int) -> None:
+        groups = [group for group in self.spanned if group.pool is pool]
+        for group in groups:
+            if pool.num_free < wanted:
+                self._note_evicted(group.take_spare(wanted - pool.num_free))
+        passed = []
+        while pool.num_free < wanted and self.queue.num_candidates:
+            extent = self.queue.first()
+            keep = self._num_kept(extent, pool, groups, wanted - pool.num_free)
+            if keep == extent.blocks.shape[1]:
+                self.queue.withdraw(extent)
+                passed.append(extent)
+            elif keep:
+                self._shrink(extent, keep)
+            else:
+                self.queue.withdraw_first()
+                self._let_go(extent)
+        for extent in passed:
+            self.queue.offer(extent)
+        for group in groups:
+            if pool.num_free < wanted:
+                self._take_anywhere(group, wanted)
+
+    def evict_positions(self, num_blocks: int) -> int:
+        """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
+        if self._expiries:
+            self.expire_priorities()
+        self.reason = ASKED_FOR
+        before = sum(self.num_evicted.values())
+        groups = [*self.spanned]
+        while (missing := num_blocks - sum(self.num_evicted.values()) + before) > 0 and self.queue.num_candidates:
+            extent = self.queue.first()
+            keep = self._num_kept(extent, self.full_pool, groups, missing)
+            if 0 < keep < extent.blocks.shape[1]:
+                self._shrink(extent, keep)
+            else:
+                self.queue.withdraw_first()
+                self._let_go(extent)
+        for group in groups:
+            if (missing := num_blocks - sum(self.num_evicted.values()) + before) > 0:
+                wanted = group.pool.num_free + missing
+                self._note_evicted(group.take_spare(missing))
+                self._take_anywhere(group, wanted)
+        self.reason = MADE_ROOM
+        return sum(self.num_evicted.values()) - before
+
+    def _num_kept(self, extent: Extent, pool: BlockPool | None, groups: list[SpannedGroup], wanted: int) -> int:
+        """Count the leading columns of a victim that stay when so many blocks of a pool go from its tail."""
+        num_blocks: int = extent.blocks.shape[1]
+        keep = max(num_blocks - wanted, 0)
+        if groups:
+            present = np.sum([extent.blocks[group.index] >= 0 for group in groups], axis=0)
+            from_tail = np.cumsum(present[::-1] + (pool is not None and pool is self.full_pool))
+            total = int(from_tail[-1])
+            if not total:
+                return num_blocks
+            keep = num_blocks - 1 - int(np.searchsorted(from_tail, min(wanted, total)))
+        reached: int = self.reach(extent, extent.start + keep) if keep else 0
+        return max(reached - extent.start, 0)
+
+    def _take_anywhere(self, group: SpannedGroup, wanted: int) -> None:
+        """Take blocks that only the ends of prefixes in use would need again."""
+        for extent in list(self.extents()):
+            if group.pool.num_free >= wanted:
+                return
+            if extent.parent is None:
+                continue
+            self._note_evicted(group.take_any(extent, wanted - group.pool.num_free))
+            if extent.ticket:
+                self.queue.withdraw(extent)
+                self._offer(extent)
+
+    def evictable_in(self, pool: BlockPool) -> int:
+        """Count the blocks of a pool that could be evicted."""
+        full = self.num_evictable if pool is self.full_pool else 0
+        return full + sum(group.num_evictable for group in self.spanned if group.pool is pool)
+
     def _let_go(self, extent: Extent) -> None:
         """Give the blocks of an extent back that was a candidate until now, and take it out of the tree."""
+        parent = self._remove(extent, remember=True)
+        if parent is not None:
+            self._offer(parent)
+
+    def _remove(self, extent: Extent, *, remember: bool) -> Extent | None:
+        """Take a leaf that nobody holds out of the tree; return its parent if that has become one."""
         self.num_evictable -= extent.blocks.shape[1]
-        self._give(extent.blocks)
-        self._unlink(extent)
+        num_blocks = self._give(extent.blocks)
+        if remember:
+            assert extent.parent is not None
+            assert extent.key is not None
+            self._note_loss(extent.parent, extent.key, num_blocks)
+        return self._unlink(extent)
 
     def _shrink(self, extent: Extent, keep: int) -> None:
         dropped = extent.blocks.shape[1] - keep
         self.num_evictable -= dropped
-        self._give(extent.blocks[:, keep:])
+        num_blocks = self._give(extent.blocks[:, keep:])
         extent.blocks = extent.blocks[:, :keep]
         if isinstance(extent.tokens, bytes):
             extent.tokens = bytearray(extent.tokens)
-        del extent.tokens[keep * self.block_bytes :]
+        at = keep * self.block_bytes
+        extent.lost = None
+        self._note_loss(extent, bytes(extent.tokens[at : at + self.block_bytes]), num_blocks)
+        del extent.tokens[at:]
+
+    def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
+        """Remember that what began with `key` below an extent was evicted."""
+        loss = Loss(self._clock(), self.reason)
+        if isinstance(parent, Root):
+            self._root_losses[parent.namespace, key] = loss
+        else:
+            if parent.lost is None:
+                parent.lost = {}
+            parent.lost[key] = loss
+        self._losses.append((parent, key))
+        if len(self._losses) > MAX_LOSSES:
+            self._forget_loss(*self._losses.popleft())
+        self._note_evicted(num_blocks)
+
+    def _forget_loss(self, parent: Extent, key: bytes) -> None:
+        if isinstance(parent, Root):
+            self._root_losses.pop((parent.namespace, key), None)
+        elif parent.lost is not None:
+            parent.lost.pop(key, None)
+
+    def loss(self, namespace: Namespace, match: Match | None, key: bytes) -> Loss | None:
+        """Return the eviction of what began with `key` after a match in a namespace, if it is remembered."""
+        if match is None or match.extent.parent is None:
+            return self._root_losses.get((namespace, key))
+        return None if match.extent.lost is None else match.extent.lost.get(key)
+
+    def is_first_elsewhere(self, key: bytes, namespace: Namespace) -> bool:
+        """Say whether another namespace has a prompt that begins with this block."""
+        here = self.roots.get(namespace)
+        num_here = 1 if here is not None and here.children is not None and key in here.children else 0
+        return self._num_first.get(key, 0) > num_here
+
+    def _note_evicted(self, num_blocks: int) -> None:
+        self.num_evicted[self.reason] = self.num_evicted.get(self.reason, 0) + num_blocks
 
     def drop(self, namespace: Namespace) -> int:
         """Forget a namespace: free what is unreferenced, unlist the rest; returns how many blocks were freed."""
         root = self.roots.pop(namespace, None)
         if root is None:
             return 0
-        before = self.num_evictable
+        num_freed = 0
+        for key in root.children or ():
+            self._forget_first(key)
         for extent in list(root.subtree()):
             if extent.ticket:
                 self.queue.withdraw(extent)
-            extent.children = extent.order = extent.key = None
+            extent.children = extent.order = extent.key = extent.lost = None
             extent.num_short_children = 0
-            if not extent.references and extent.parent is not None:
+            if extent.parent is None:
+                continue
+            if extent.references:
+                for group in self.spanned:
+                    group.offer(extent, extent.start)
+            else:
                 extent.parent = None
                 self.num_evictable -= extent.num_blocks
-                self._give(extent.blocks)
-        return before - self.num_evictable
+                num_freed += self._give(extent.blocks)
+        return num_freed
 
     def clear(self) -> None:
         """Cut all links between extents, so that they go without waiting for a garbage collection."""
@@ -320,20 +547,32 @@ class PrefixTree:
         for root in self.roots.values():
             yield from (extent for extent in root.subtree() if extent is not root)
 
-    def _give(self, blocks: Blocks) -> None:
-        for group, pool in enumerate(self.pools):
-            pool.give(blocks[group])
+    def _give(self, blocks: Blocks) -> int:
+        """Give the blocks of columns back in all groups; returns how many."""
+        num_blocks = 0
+        if self.full_pool is not None:
+            self.full_pool.give(blocks[0])
+            num_blocks = blocks.shape[1]
+        for group in self.spanned:
+            num_blocks += group.give(blocks[group.index])
+        return num_blocks
 
     def _link(self, parent: Extent, child: Extent) -> None:
         assert child.key is not None
         if parent.children is None:
             parent.children = {}
         parent.children[child.key] = child
+        if parent.lost is not None:
+            parent.lost.pop(child.key, None)
+        if isinstance(parent, Root):
+            self._root_losses.pop((parent.namespace, child.key), None)
+            self._num_first[child.key] = self._num_first.get(child.key, 0) + 1
         parent.num_short_children += len(child.key) < self.block_bytes
         if parent.order is not None:
             parent.order.add(child.key)
 
-    def _unlink(self, extent: Extent) -> None:
+    def _unlink(self, extent: Extent) -> Extent | None:
+        """Take a listed leaf from its parent; return the parent if it is now a leaf that nobody holds."""
         parent, key = extent.parent, extent.key
         assert parent is not None
         assert parent.children is not None
@@ -343,15 +582,25 @@ class PrefixTree:
         if parent.order is not None:
             parent.order.remove(key)
         extent.parent = None
+        if isinstance(parent, Root):
+            self._forget_first(key)
         if parent.children:
-            return
+            return None
         parent.children = parent.order = None
         if parent.references:
-            return
+            return None
         if parent.parent is None:
             self._forget_if_empty(parent)
+            return None
+        return parent
+
+    def _forget_first(self, key: bytes) -> None:
+        """Note that one namespace less has a prompt that begins with this block."""
+        left = self._num_first[key] - 1
+        if left:
+            self._num_first[key] = left
         else:
-            self.queue.offer(parent)
+            del self._num_first[key]
 
     def _forget_if_empty(self, root: Extent) -> None:
         assert isinstance(root, Root)

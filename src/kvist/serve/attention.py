@@ -1,83 +1,72 @@
-"""Attention over the paged cache, for `transformers` models: one packed batch of decodes and prefill chunks at once."""
+"""Attention over the paged cache, for `transformers` models: decodes and prefill chunks of many sequences at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from kvist.config import AttentionSpec
 from kvist.errors import ConfigError
 from kvist.memory.arena import TorchMemory
-from kvist.memory.tables import BatchTables
+from kvist.serve.layers import ModelLayers, run_tokens
+from kvist.serve.spans import DecodeSpan, GroupBatch, PrefillSpan
 
-__all__ = ["ATTENTION_NAME", "PackedBatch", "pack", "paged_attention", "using_paged_attention"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTION_NAME", "PackedBatch", "layers_attending", "paged_attention", "using_paged_attention"]
 
 ATTENTION_NAME = "kvist"
+_PROBE_NAME = "kvist_probe"
 
 # What some models' attention needs besides Q, K and V, by the names under which transformers passes it.
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSpan:
-    """Sequences that compute one token each, of similar lengths: one gather and one attention call for all.
-
-    `rows` int64 `[B]` are their places in the packed batch, `mask` `[B, 1, 1, max_len]` is added to the scores, or None
-    where all are of the same length; `padding` bool `[B, max_len - shortest, 1, 1]` marks positions past each one's
-    end.
-    """
-
-    rows: Tensor
-    block_table: Tensor
-    max_len: int
-    shortest: int
-    mask: Tensor | None
-    padding: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """The `[start, stop)` of the packed batch that belong to one sequence, which ends with them at `length` tokens.
-
-    `mask` `[stop - start, length]` is added to the scores; None where nothing precedes the chunk, so plain causal
-    attention over the chunk itself is all there is.
-    """
-
-    start: int
-    stop: int
-    length: int
-    block_table: Tensor
-    mask: Tensor | None
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What every layer's attention needs to know about one forward pass; made once a step by `pack`."""
+    """What every layer's attention needs to know about one forward pass.
+
+    `groups` has an entry for each group of the cache, None for those without attention; `group_of` says which is whose,
+    by index of the layer's spec.
+    """
 
     memory: TorchMemory
-    slot_mapping: Tensor
-    decodes: tuple[DecodeSpan, ...]
-    prefills: tuple[PrefillSpan, ...]
+    layers: ModelLayers
+    group_of: Sequence[int]
+    groups: Sequence[GroupBatch | None]
 
+    def of_layer(self, layer: int) -> tuple[int, AttentionSpec, GroupBatch]:
+        """Return the index and spec of the K and V of a layer of the model, and its group's part of the batch."""
+        index = self.layers.attention[layer]
+        if index is None:
+            raise ConfigError([f"layer {layer} attends, but was found to cache no keys and values"])
+        spec, group = self.layers.specs[index], self.groups[self.group_of[index]]
+        assert isinstance(spec, AttentionSpec)
+        assert group is not None
+        return index, spec, group
 
-def pack(memory: TorchMemory, tables: BatchTables, dtype: torch.dtype) -> PackedBatch:
-    """Lay out one batch for `paged_attention`; `dtype` is that of the model's queries."""
-    query_lens = np.diff(tables.cu_seqlens)
-    single = np.flatnonzero(query_lens == 1)
-    return PackedBatch(
-        memory,
-        torch.from_numpy(tables.slot_mapping).to(memory.device, non_blocking=True),
-        tuple(_decode_span(memory, tables, group, dtype) for group in _similar(single, tables.seq_lens)),
-        tuple(_prefill_span(memory, tables, int(index), dtype) for index in np.flatnonzero(query_lens > 1)),
-    )
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the pass's new K and V of a layer of the model, `[B, num_kv_heads, T, dim]`."""
+        index, _, group = self.of_layer(layer)
+        self.memory.write(index, _by_token(keys), _by_token(values), group.slot_mapping)
+
+    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a layer of the model keeps of all tokens that are attended to, `[1, num_kv_heads, rows, dim]`.
+
+        The rows are those of the group's spans, one span after the other.
+        """
+        index, _, group = self.of_layer(layer)
+        pairs = [self.memory.gather(index, span.block_table, span.length) for span in group.spans]
+        keys, values = (torch.cat([_rows(plane) for plane in planes]) for planes in zip(*pairs, strict=True))
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
 
 def paged_attention(
@@ -88,150 +77,177 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kvist_batch: PackedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write the batch's new K and V into the arena and attend each token to its own sequence up to itself.
+    """Write the batch's new K and V into the arena and attend each token to what it may see of its own sequence.
 
-    `query` is `[1, num_heads, T, head_dim]`, `key` and `value` `[1, num_kv_heads, T, dim]`, T being all tokens of the
-    `kvist_batch` that is passed to the model's forward. Returns `[1, T, num_heads, value_head_dim]`.
-    Raises `ConfigError` when the layer asks for more than plain causal attention.
+    `query` is `[B, num_heads, T, head_dim]`, `key` and `value` `[B, num_kv_heads, T, dim]`: one row of all sequences'
+    new tokens, or one sequence a row. Where they come from latents that were gathered before, they are those of
+    `PackedBatch.gather`, and nothing is written. `s_aux` `[num_heads]` are learned scores of a token that is not there.
+    Returns `[B, T, num_heads, value_head_dim]`.
+
+    Raises `ConfigError` when the layer asks for what is not supported.
     """
     if kvist_batch is None:
         raise ConfigError([f"attention {ATTENTION_NAME!r} needs the kvist_batch of an Engine's forward pass"])
-    _refuse_other_attention(module, attention_mask, kwargs)
-    memory, layer = kvist_batch.memory, module.layer_idx
-    memory.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), kvist_batch.slot_mapping)
-    num_tokens = query.shape[2]
-    output = query.new_empty((num_tokens, query.shape[1], value.shape[-1]))
-    for decode in kvist_batch.decodes:
-        output[decode.rows] = _decode(memory, layer, query[0].index_select(1, decode.rows), decode, scaling)
-    for prefill in kvist_batch.prefills:
-        span = slice(prefill.start, prefill.stop)
-        if prefill.mask is None:
-            keys, values = key[0, :, span], value[0, :, span]
+    layer: int = module.layer_idx
+    index, spec, group = kvist_batch.of_layer(layer)
+    _refuse_other_attention(module, attention_mask, spec, kwargs)
+    keys, values = _by_token(key), _by_token(value)
+    is_gathered = layer in kvist_batch.layers.latent
+    if not is_gathered and spec.shares_layer is None:
+        kvist_batch.memory.write(index, keys, values, group.slot_mapping)
+    queries = _by_token(query)
+    scores = _Scores(scaling, softcap, s_aux)
+    output = queries.new_empty((*queries.shape[:2], values.shape[-1]))
+    first = 0
+    for span in group.spans:
+        if is_gathered:
+            rows = slice(first, first := first + span.num_rows)
+            past = keys[rows].unflatten(0, (-1, span.length)), values[rows].unflatten(0, (-1, span.length))
+        elif isinstance(span, PrefillSpan) and span.is_fresh:
+            past = keys[None, span.start : span.stop], values[None, span.start : span.stop]
         else:
-            cached = memory.gather(layer, prefill.block_table, prefill.length)
-            keys, values = (plane[0].transpose(0, 1) for plane in cached)
-        output[span] = _prefill(query[0, :, span], keys, values, prefill.mask, scaling)
-    return output.unsqueeze(0), None
+            past = kvist_batch.memory.gather(index, span.block_table, span.length)
+        if isinstance(span, DecodeSpan):
+            output[span.rows] = _decode(queries.index_select(0, span.rows), *past, span, scores)
+        else:
+            output[span.start : span.stop] = _prefill(queries[span.start : span.stop], *past, span, scores)
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 @contextmanager
-def using_paged_attention(config: Any) -> Iterator[None]:
-    """Let the model with this `config` attend through `paged_attention`, and as before when the block ends."""
+def using_paged_attention(config: Any, name: str = ATTENTION_NAME) -> Iterator[None]:
+    """Let the model with this `config` attend through `paged_attention`, and as before when the block ends.
+
+    Or through another attention that is registered by that `name`.
+    """
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION_NAME
+    config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def _decode(memory: TorchMemory, layer: int, query: Tensor, span: DecodeSpan, scaling: float | None) -> Tensor:
-    """Attend one token of each sequence, `query` `[num_heads, B, head_dim]`; returns `[B, num_heads, value_head_dim]`.
+def layers_attending(model: PreTrainedModel) -> set[int]:
+    """Return the layers that attend through transformers' attention registry, found by running one token."""
+    found: set[int] = set()
+    with using_paged_attention(model.config, _PROBE_NAME):
+        run_tokens(model, 0, 1, use_cache=False, kvist_layers=found)
+    return found
 
-    The query heads that share a KV head take the place of query positions, so K and V are never repeated.
+
+def _note_layer(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, kvist_layers: set[int], **__: Any
+) -> tuple[Tensor, None]:
+    kvist_layers.add(module.layer_idx)
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+
+AttentionInterface.register(_PROBE_NAME, _note_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How a layer makes weights of Q and K: `sinks` `[num_heads]` join the softmax and are dropped from its result."""
+
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Literal["causal"] | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend `query` `[..., n, head_dim]` to `keys` and `values` `[..., L, dim]`; returns `[..., n, value_dim]`.
+
+        `mask` is added to the scores, if it is not "causal", for as many queries as keys. `sinks` are those of the
+        queries, shaped to be laid beside their scores.
+        """
+        is_causal, mask = (True, None) if isinstance(mask, str) else (False, mask)
+        if self.softcap is None and sinks is None:
+            return scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, is_causal=is_causal, scale=self.scaling
+            )
+        scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        scores = query @ keys.transpose(-1, -2) * scaling
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        elif mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+        return weights[..., : keys.shape[-2]] @ values
+
+
+def _decode(query: Tensor, keys: Tensor, values: Tensor, span: DecodeSpan, scores: _Scores) -> Tensor:
+    """Attend one token of each sequence, `query` `[B, num_heads, head_dim]`; returns `[B, num_heads, value_head_dim]`.
+
+    `keys` and `values` are `[B, L, num_kv_heads, dim]`. The query heads that share a KV head take the place of query
+    positions, so K and V are never repeated.
     """
-    keys, values = memory.gather(layer, span.block_table, span.max_len)
-    if span.padding is not None:
+    for edge, hidden in span.edges:
         # Masked scores weigh 0, but 0 times what another request left there is NaN if that was not finite.
         for plane in (keys, values):
-            plane[:, span.shortest :].masked_fill_(span.padding, 0)
-    num_heads, num_sequences, head_dim = query.shape
-    num_kv_heads = keys.shape[2]
-    grouped = query.transpose(0, 1).reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = scaled_dot_product_attention(
-        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=span.mask, scale=scaling
-    )
-    return output.reshape(num_sequences, num_heads, values.shape[-1])
+            plane[:, edge].masked_fill_(hidden, 0)
+    num_heads, num_kv_heads = query.shape[1], keys.shape[2]
+    grouped = query.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+    sinks = None if scores.sinks is None else scores.sinks.view(num_kv_heads, -1, 1)
+    output = scores.attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), span.mask, sinks)
+    return output.flatten(1, 2)
 
 
-def _prefill(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Attend a chunk of n tokens, `query` `[num_heads, n, head_dim]`, to `[num_kv_heads, length, dim]` keys and values.
+def _prefill(query: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, scores: _Scores) -> Tensor:
+    """Attend a chunk of n tokens, `query` `[n, num_heads, head_dim]`, to `[1, L, num_kv_heads, dim]` keys and values.
 
     Query heads that share a KV head form the batch, over which K and V are expanded, not copied.
     Returns `[n, num_heads, value_head_dim]`.
     """
-    num_heads, num_tokens, head_dim = query.shape
-    num_kv_heads = keys.shape[0]
+    num_heads, num_kv_heads = query.shape[1], keys.shape[2]
     num_groups = num_heads // num_kv_heads
-    grouped = query.reshape(num_kv_heads, num_groups, num_tokens, head_dim).transpose(0, 1)
-    output = scaled_dot_product_attention(
-        grouped,
-        keys.expand(num_groups, -1, -1, -1),
-        values.expand(num_groups, -1, -1, -1),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
+    grouped = query.unflatten(1, (num_kv_heads, num_groups)).permute(2, 1, 0, 3)
+    keys, values = (
+        plane[0, span.num_unseen :].transpose(0, 1).expand(num_groups, -1, -1, -1) for plane in (keys, values)
     )
-    return output.permute(2, 1, 0, 3).reshape(num_tokens, num_heads, values.shape[-1])
+    sinks = None if scores.sinks is None else scores.sinks.view(num_kv_heads, num_groups, 1, 1).transpose(0, 1)
+    output = scores.attend(grouped, keys, values, "causal" if span.mask is None else span.mask, sinks)
+    return output.permute(2, 1, 0, 3).flatten(1, 2)
 
 
-def _decode_span(
-    memory: TorchMemory, tables: BatchTables, group: npt.NDArray[np.intp], dtype: torch.dtype
-) -> DecodeSpan:
-    lengths = torch.from_numpy(tables.seq_lens[group])
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    mask = padding = None
-    if shortest < longest:
-        past_end = torch.arange(longest) >= lengths[:, None]
-        padding = past_end[:, shortest:, None, None].to(memory.device)
-        mask = _masked(past_end, dtype)[:, None, None, :].to(memory.device)
-    return DecodeSpan(
-        torch.from_numpy(tables.cu_seqlens[group].astype(np.int64)).to(memory.device),
-        torch.from_numpy(tables.block_table[group]).to(memory.device),
-        longest,
-        shortest,
-        mask,
-        padding,
-    )
+def _by_token(heads: Tensor) -> Tensor:
+    """View `[B, num_heads, T, dim]` as `[B * T, num_heads, dim]`, a copy where B is over 1."""
+    return heads.transpose(1, 2).flatten(0, 1)
 
 
-def _prefill_span(memory: TorchMemory, tables: BatchTables, index: int, dtype: torch.dtype) -> PrefillSpan:
-    start, stop = (int(bound) for bound in tables.cu_seqlens[index : index + 2])
-    length = int(tables.seq_lens[index])
-    num_before = length - (stop - start)
-    mask = None
-    if num_before:
-        # Query i is at position num_before + i and sees keys up to there.
-        later = torch.ones((stop - start, length), dtype=torch.bool).triu(num_before + 1)
-        mask = _masked(later, dtype).to(memory.device)
-    table = torch.from_numpy(tables.block_table[[index]]).to(memory.device)
-    return PrefillSpan(start, stop, length, table, mask)
+def _rows(plane: Tensor | None) -> Tensor:
+    assert plane is not None, "latent layers keep two planes"
+    return plane.flatten(0, 1)
 
 
-def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a mask of what must not be seen into numbers to add to scores: made once here, not by every layer."""
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-def _similar(indices: npt.NDArray[np.intp], lengths: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.intp]]:
-    """Yield `indices` in groups in which the longest is less than twice the shortest, so padding stays under half.
-
-    >>> [group.tolist() for group in _similar(np.array([0, 1, 2, 3]), np.array([90, 3000, 100, 2000], np.int32))]
-    [[1, 3], [2, 0]]
-    """
-    ordered = indices[np.argsort(-lengths[indices], kind="stable")]
-    while ordered.size:
-        num_near = int(np.count_nonzero(2 * lengths[ordered] > lengths[ordered[0]]))
-        yield ordered[:num_near]
-        ordered = ordered[num_near:]
-
-
-def _refuse_other_attention(module: Any, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_other_attention(
+    module: Any, attention_mask: Tensor | None, spec: AttentionSpec, kwargs: dict[str, Any]
+) -> None:
     asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         asked.append("attention_mask")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         asked.append("is_causal=False")
+    window = kwargs.get("sliding_window")
+    if window is not None and window != spec.sliding_window:
+        asked.append(f"sliding_window={window}")
     if asked:
         raise ConfigError(
             [
-                f"layer {module.layer_idx} asks for {name}, but only plain causal attention is supported"
+                f"layer {module.layer_idx} asks for {name}, which is not what was found to be cached for it"
                 for name in asked
             ]
         )

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvist import CacheConfig, KVCacheManager
+from kvist.config import LayerSpec, StateSpec
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError, ConfigError
 from kvist.memory.arena import TorchMemory
-from kvist.serve.attention import pack, using_paged_attention
-from kvist.serve.model import cache_config
+from kvist.serve.layers import ModelLayers
+from kvist.serve.model import max_positions, supported_layers
+from kvist.serve.runner import Runner
 from kvist.serve.sampling import Sampler, SamplingParams, choose_tokens
-from kvist.serve.scheduler import Chunk, FinishReason, Request, Scheduler
+from kvist.serve.scheduler import FinishReason, Request, Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +109,7 @@ class Engine:
     computes at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise
     left as it is, so it can be used directly between steps. One thread at a time may call an engine.
 
-    Raises `ConfigError` for a model with other than plain full attention, and for limits that contradict each other.
+    Raises `ConfigError` for a model with layers that are not supported, and for limits that contradict each other.
     """
 
     def __init__(
@@ -122,11 +120,15 @@ class Engine:
         max_step_tokens: int = 512,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        _check_geometry(model, config)
         self.model = model.eval()
-        self.memory = TorchMemory(config, device=model.device)
+        layers = supported_layers(model)
+        _check_geometry(model, layers, config)
+        # A window then needs room for a step's tokens, not for a whole prompt.
+        config = replace(config, max_chunk_tokens=min(config.max_chunk_tokens or max_step_tokens, max_step_tokens))
+        self.memory = TorchMemory(config, device=layers.device)
         self.manager = KVCacheManager(config, memory=self.memory)
         self.scheduler = Scheduler(self.manager, max_running=config.max_sequences, max_step_tokens=max_step_tokens)
+        self._runner = Runner(model, layers, self.manager, self.memory)
         self._clock = clock
         self._generations: dict[Request, Generation] = {}
 
@@ -166,9 +168,11 @@ class Engine:
         chunks = self.scheduler.plan()
         if not chunks:
             return []
-        logits = self._forward(chunks)
+        computed = self._runner.compute(chunks)
         samplers = [self._generations[chunk.request]._sampler for chunk in chunks if chunk.is_last]
-        grown = self.scheduler.complete(chunks, choose_tokens(logits, samplers))
+        tokens = choose_tokens(computed.logits, samplers)
+        computed.store()
+        grown = self.scheduler.complete(chunks, tokens)
         now = self._clock()
         return [self._record(request, now) for request in grown]
 
@@ -224,28 +228,6 @@ class Engine:
         finally:
             self.abort(generation)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Compute all chunks in one packed pass; returns logits `[chunks that are last, vocab_size]`."""
-        sequences = [chunk.sequence for chunk in chunks]
-        num_tokens = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
-        batch = pack(self.memory, self.manager.tables(sequences, num_tokens), self.model.dtype)
-        ends = np.cumsum(num_tokens)[[chunk.is_last for chunk in chunks]] - 1
-        inputs = np.concatenate([np.asarray(chunk.request.tokens[chunk.start : chunk.end]) for chunk in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        with torch.inference_mode(), using_paged_attention(self.model.config):
-            output = self.model(
-                input_ids=self._to_device(inputs.astype(np.int64))[None],
-                position_ids=self._to_device(positions)[None],
-                use_cache=False,
-                logits_to_keep=self._to_device(ends),
-                kvist_batch=batch,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
-
-    def _to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(values).to(self.memory.device, non_blocking=True)
-
     def _record(self, request: Request, now: float) -> TokenEvent:
         generation = self._generations[request]
         if generation._first_token_s is None:
@@ -265,19 +247,25 @@ class Engine:
             raise ArgumentError(f"token {max(request.tokens)} is not one of the model's {vocab_size}")
 
 
-def _check_geometry(model: PreTrainedModel, config: CacheConfig) -> None:
-    """Raise `ConfigError` unless the model is supported and `config` has its layers and positions."""
-    own = cache_config(model, num_blocks=1)
+def _check_geometry(model: PreTrainedModel, layers: ModelLayers, config: CacheConfig) -> None:
+    """Raise `ConfigError` unless `config` has the layers and positions of the model."""
     problems = []
-    if list(config.layers) != list(own.layers):
+    if [_without_choices(spec) for spec in config.layers] != list(layers.specs):
         problems.append(f"layers are not those of {type(model).__name__}; use cache_config(model, ...)")
-    if config.max_sequence_length > own.max_sequence_length:
+    if config.ring:
+        problems.append("ring is True, but the engine serves windows whose blocks go back, not those written in place")
+    num_positions = max_positions(model)
+    if num_positions is not None and config.max_sequence_length > num_positions:
         problems.append(
-            f"max_sequence_length is {config.max_sequence_length}, "
-            f"but the model has {own.max_sequence_length} positions"
+            f"max_sequence_length is {config.max_sequence_length}, but the model has {num_positions} positions"
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _without_choices(spec: LayerSpec) -> LayerSpec:
+    """Return the spec without what is the user's choice, not the model's."""
+    return replace(spec, checkpoint_tokens=None) if isinstance(spec, StateSpec) else spec
 
 
 def _since(start_s: float, then_s: float | None) -> float | None:

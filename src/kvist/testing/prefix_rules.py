@@ -73,7 +73,7 @@ class PrefixRules(Stage):
 
     def evict(self, n: int) -> None:
         """Evict some blocks."""
-        cached = self.manager.num_free_blocks - self.manager._state.pool.num_free
+        cached = self.manager.num_free_blocks - self.manager._state.pools[0].num_free
         evicted = self.manager.evict(n)
         require(evicted == min(n, cached), f"{evicted} blocks were evicted; {n} were asked for, of {cached}")
 

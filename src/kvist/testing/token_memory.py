@@ -95,7 +95,7 @@ class TokenMemory:
 
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
-        self.slots = np.full((config.resolved_num_blocks, config.block_size), NOTHING, np.int64)
+        self.slots = np.full((config.group_num_blocks[0], config.block_size), NOTHING, np.int64)
         self.prefixes = Prefixes()
         self.num_copied_tokens = 0
         self._manager: CacheCore | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from kvist import KVCacheManager
 from kvist.config import CacheConfig
-from kvist.errors import NeverFits, OutOfBlocks, OutOfRows, SequenceError
+from kvist.errors import ConfigError, NeverFits, OutOfBlocks, OutOfRows, SequenceError
 from kvist.memory import TorchMemory
-from kvist.serve.transformers.batch import Batch, Step
+from kvist.serve.transformers.batch import Batch, Part
 from kvist.serve.transformers.inputs import Inputs
-from kvist.serve.transformers.model import attention_specs, weight_stamps
+from kvist.serve.transformers.layers import AttentionLayer, StateLayer, paged_layers
+from kvist.serve.transformers.model import reusable_layers, weight_stamps
+from kvist.serve.transformers.step import Step, plan_step
 
 __all__ = ["PagedCache"]
 
@@ -34,9 +36,12 @@ class PagedCache(Cache):
     pool, and computes only what is missing: a next turn, a second question about one document and a shared system
     prompt all start late. Tokens equal those of the default cache.
 
-    `num_blocks` or `memory` ("4 GiB") sets the size, 1 GiB if neither is given. `namespace` is what must be equal
-    besides tokens, such as the adapter in use; it may be assigned between calls. Other keywords (`block_size`,
-    `policy`, `max_sequences`, ...) go to `CacheConfig`. One token is run through the model to see what it caches.
+    `num_blocks`, for each group of layers or one number for all, or `memory` ("4 GiB") sets the size, 1 GiB if neither
+    is given. `namespace` is what must be equal besides tokens, such as the adapter in use; it may be assigned between
+    calls. `checkpoint_tokens` says after how many tokens each a recurrent model's states are kept; by default they are
+    after every block that ends while text is generated, and of a prompt after its last whole block. Other keywords
+    (`block_size`, `policy`, `max_sequences`, ...) go to `CacheConfig`. One token is run through the model to see what
+    it caches.
 
     Raises `ConfigError` for a model whose prefixes can't be reused. A call that doesn't fit raises `OutOfBlocks` or
     `NeverFits`, and one that a prefix cache can't serve rightly (embeddings instead of ids, right padding, positions of
@@ -47,28 +52,36 @@ class PagedCache(Cache):
         self,
         model: PreTrainedModel,
         *,
-        num_blocks: int | None = None,
+        num_blocks: int | Sequence[int] | None = None,
         memory: int | str | None = None,
         namespace: tuple[Any, ...] = (),
+        checkpoint_tokens: int | None = None,
         **settings: Any,
     ) -> None:
-        specs, self._device = attention_specs(model)
+        layers = reusable_layers(model, checkpoint_tokens)
         if num_blocks is None and memory is None:
             memory = _DEFAULT_MEMORY
         settings.setdefault("max_sequence_length", _max_positions(model))
-        config = CacheConfig(specs, num_blocks=num_blocks, memory=memory, **settings)
-        self.memory = TorchMemory(config, device=self._device)
+        settings.setdefault("typical_length", _TYPICAL_LENGTH)
+        config = CacheConfig(layers.specs, num_blocks=num_blocks, memory=memory, **settings)
+        self.memory = TorchMemory(config, device=layers.device)
         self.manager = KVCacheManager(config, memory=self.memory)
+        if any(group.kind == "ring" for group in config.groups):
+            raise ConfigError(["ring is True, but a PagedCache needs windows whose blocks are not written again"])
         self._namespace = namespace
+        self._depends_on_padding = layers.asks_for_positions
         self._weights = weight_stamps(model)
         self._namespaces: set[tuple[Any, ...]] = set()
-        self._batch = Batch(self.manager, self.memory.block_size)
+        self._batch = Batch(self.manager)
         self._step: Step | None = None
-        self._layers_written: set[int] = set()
+        self._pending: Step | None = None
+        self._is_recording = self._is_catching_up = False
         self._num_skipped_tokens: list[int] = []
         self._starting = False
         self._failed = False
-        super().__init__(layers=[_PagedLayer(self, index) for index in range(len(specs))])
+        super().__init__(layers=paged_layers(self, layers))
+        self._attention_layers = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+        self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self._hooks = [
             model.register_forward_pre_hook(_hook(self, PagedCache._before_forward), with_kwargs=True),
             model.register_forward_hook(_hook(self, PagedCache._after_forward), with_kwargs=True),
@@ -96,7 +109,8 @@ class PagedCache(Cache):
     def num_skipped_tokens(self) -> list[int]:
         """Prompt tokens of the last call that the model did not compute again, by row.
 
-        Rows of a batch start together, so a row that has more in the pool than the others computes the difference anew.
+        Where all layers attend to everything, the rows of a batch start together, and one that has more in the pool
+        than the others computes the difference anew. Otherwise, the others catch up with it first.
         """
         return self._num_skipped_tokens.copy()
 
@@ -104,8 +118,9 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """End the rows of the last call and free their blocks; their content stays reusable until it is evicted."""
+        self._settle()
         self._step = None
-        self._starting = self._failed = False
+        self._starting = self._failed = self._is_recording = False
         self._batch.free()
 
     def close(self) -> None:
@@ -131,24 +146,53 @@ class PagedCache(Cache):
     def _is_user_defined(self, _: bool) -> None:
         # The old rows stay until the first forward shows whether the call goes on with them.
         self._starting = True
+        self._is_recording = False
 
     # ---- one forward ------------------------------------------------------------------------------------------------
 
     def _before_forward(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take the tokens in, and cut what is cached in every row off the model's inputs."""
+        if self._is_catching_up:
+            return args, kwargs
         inputs = Inputs.of(model, args, kwargs)
-        if self._begins_anew(inputs):
-            num_skipped = num_past = self._admit(model, inputs)
+        self._settle()
+        num_skippable = inputs.max_skipped(model)
+        inputs.check_length(num_skippable, self.manager.config.max_chunk_tokens)
+        first = 0
+        if is_new := self._begins_anew(inputs):
+            self._admit(model, inputs, num_skippable)
         else:
-            num_skipped, num_past = 0, self._batch.num_columns
+            first = self._batch.num_columns
             self._extend(inputs)
         self._starting = False
-        self._layers_written = set()
-        self._step = self._batch.step(num_past, self._device)
-        self.memory.sync()
-        return (), inputs.without(num_skipped)
+        self._catch_up(model, inputs, first, first + num_skippable)
+        part = self._batch.last_part(first + num_skippable)
+        self._begin(part)
+        if is_new:
+            self._num_skipped_tokens = self._batch.num_skipped_tokens
+        return (), inputs.without(part.first - first)
+
+    def _catch_up(self, model: Any, inputs: Inputs, first: int, goal: int) -> None:
+        """Compute, of rows that are behind and for states to be kept, what must be before all rows are, together."""
+        while (part := self._batch.next_part(first, goal)) is not None:
+            self._begin(part)
+            self._is_catching_up = True
+            try:
+                with torch.no_grad():
+                    model(**inputs.of_part(part, self._batch.tokens(part), self._batch.padding[part.rows]))
+            finally:
+                self._is_catching_up = False
+            self._store(self._end_of_forward())
+
+    def _begin(self, part: Part) -> None:
+        self._batch.note_start(part)
+        self._step = plan_step(self.manager, self._batch, part, self.memory.device)
+        for attention in self._attention_layers:
+            attention.is_updated = False
+        for state in self._state_layers:
+            state.load(self._step)
 
     def _begins_anew(self, inputs: Inputs) -> bool:
         """Whether these are the first tokens of new prompts; if not, they are the next ones of the rows there are.
@@ -167,19 +211,19 @@ class PagedCache(Cache):
             )
         return False
 
-    def _admit(self, model: Any, inputs: Inputs) -> int:
-        """Begin a new batch and return how many of its leading columns need not be computed."""
+    def _admit(self, model: Any, inputs: Inputs, goal: int) -> None:
+        """Begin a new batch, whose columns from `goal` on are to be computed by this forward."""
         padding = inputs.padding()
         inputs.check(0, padding)
         self._failed = True
         self._batch.free()
         self._forget_other_weights(model)
+        namespaces = [self._namespace] * len(padding)
+        if self._depends_on_padding:
+            namespaces = [(*self._namespace, "padding", int(pad)) for pad in padding]
         with self._advice():
-            self._batch.admit(inputs.token_ids, padding, self._namespace)
-        self._namespaces.add(self._namespace)
-        num_skipped = min(self._batch.num_cached_columns, inputs.max_skipped(model))
-        self._num_skipped_tokens = [int(n) for n in np.maximum(num_skipped - padding, 0)]
-        return num_skipped
+            self._batch.admit(inputs.token_ids, padding, namespaces, goal)
+        self._namespaces |= set(namespaces)
 
     def _forget_other_weights(self, model: Any) -> None:
         stamps = weight_stamps(model)
@@ -202,52 +246,67 @@ class PagedCache(Cache):
             yield
         except (OutOfBlocks, NeverFits) as error:
             self._failed = True
+            self._pending = None
             self._batch.free()
             lacking = "num_blocks, max_sequences or max_sequence_length"
             if isinstance(error, OutOfBlocks):
                 lacking = "max_sequences" if isinstance(error, OutOfRows) else "num_blocks"
             advice = (
                 f"make the PagedCache with more {lacking}, or pass fewer or shorter rows: all rows of a call, beams, "
-                f"prompts and new tokens, share {self.manager.num_blocks} blocks of {self.memory.block_size} tokens. "
+                f"prompts and new tokens, share {_sizes(self.manager.config)}. "
                 "The rows of this call were ended; what they had computed stays reusable"
             )
             error.args = (f"{error}; {advice}",)
             raise
 
     def _after_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Commit what the forward has written."""
-        if len(self._layers_written) != len(self.layers):
-            raise SequenceError(
-                f"{len(self._layers_written)} of {len(self.layers)} layers handed their keys and values to the cache; "
-                "nothing of this forward is kept"
-            )
-        self._batch.commit()
-        self._step = None
+        """Commit what the forward has written, or wait with that until `crop` tells how much of it stays."""
+        if self._is_catching_up:
+            return
+        step = self._end_of_forward()
+        if self._is_recording and not self._batch.has_waiting_rows:
+            self._pending = step
+        else:
+            self._store(step)
         self._failed = False
 
-    def _exchange(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new K and V `[B, H, S, D]` of a layer, and return those of all columns `[B, H, num_columns, D]`."""
-        step = self._step
-        if step is None or layer in self._layers_written:
+    def _end_of_forward(self) -> Step:
+        num_updated = sum(layer.is_updated for layer in self._attention_layers)
+        if self._step is None or num_updated < len(self._attention_layers):
+            raise SequenceError(
+                f"{num_updated} of {len(self._attention_layers)} layers handed their keys and values to the cache; "
+                "nothing of this forward is kept"
+            )
+        step, self._step = self._step, None
+        return step
+
+    def _store(self, step: Step) -> None:
+        for layer in self._state_layers:
+            layer.store(step)
+        self._batch.commit(step.part)
+
+    def _settle(self) -> None:
+        """Commit the last forward if that still waits for `crop`."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            self._store(step)
+
+    def step(self, layer: AttentionLayer) -> Step:
+        """Return the forward that a layer takes part in. Raises `SequenceError` if it has no business in one."""
+        if self._step is None or layer.is_updated:
             raise SequenceError(
                 "a PagedCache is filled by calls of the model that it was made for, once per layer and call: "
                 "model(...) or model.generate(...), not model.forward(...) or another model"
             )
-        new_keys, new_values = (x.detach().transpose(1, 2).flatten(0, 1) for x in (keys, values))
-        if len(step.write_rows) < len(new_keys):
-            new_keys, new_values = new_keys[step.write_rows], new_values[step.write_rows]
-        self.memory.write(layer, new_keys, new_values, step.write_slots)
-        self._layers_written.add(layer)
-        return self._read(self.memory.keys(layer), step), self._read(self.memory.values(layer), step)
+        return self._step
 
-    def _read(self, plane: Tensor, step: Step) -> Tensor:
-        rows = plane.flatten(0, 1).index_select(0, step.read_slots)
-        return rows.view(self._batch.num_rows, step.num_columns, *plane.shape[2:]).transpose(1, 2)
+    def num_columns(self, layer: AttentionLayer) -> int:
+        """Return the columns that a layer has seen, padding included; 0 when a call begins, whose prompts come whole.
 
-    def _num_columns(self, layer: int) -> int:
-        """Columns that a layer holds now, padding included; 0 when a call begins, whose prompts come whole."""
+        Raises `SequenceError` where a call may have begun, unmarked.
+        """
         if self._step is not None and not self._starting:
-            return self._step.num_columns if layer in self._layers_written else self._step.num_past
+            return self._step.part.end if layer.is_updated else self._step.part.first
         if self._starting:
             return 0
         if self._batch.num_rows and not _MARKS_CALLS:
@@ -262,11 +321,24 @@ class PagedCache(Cache):
         """Take the last `-tokens_to_remove` columns back; a positive number, as before transformers 5.14, is kept."""
         change = int(tokens_to_remove)  # a tensor in some versions
         num_removed = -change if change <= 0 else max(self._batch.num_columns - change, 0)
+        if not num_removed:
+            self._settle()
+            return
+        step, self._pending = self._pending, None
         with self._advice():
             self._batch.rewind(num_removed)
+        # States can't be taken back: those from before the last forward are still in the arena, and what stays of it is
+        # computed again when the next one comes.
+        if step is not None and not self._state_layers and step.part.first < self._batch.num_columns:
+            self._batch.commit(replace(step.part, end=self._batch.num_columns))
+
+    def activate_past_recording(self) -> None:
+        """Expect a `crop` after every forward, and let go of nothing before."""
+        self._is_recording = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row `beam_idx[i]`."""
+        self._settle()
         parents = beam_idx.cpu().numpy()
         if (parents != np.arange(len(parents))).any():
             with self._advice():
@@ -274,49 +346,15 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let every row go on `repeats` times, side by side."""
+        self._settle()
         with self._advice():
             self._batch.select(np.repeat(np.arange(self._batch.num_rows), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, given by index or by a mask over the rows."""
+        self._settle()
         with self._advice():
             self._batch.select(np.arange(self._batch.num_rows)[indices.cpu().numpy()])
-
-
-class _PagedLayer(CacheLayerMixin):
-    """One layer's side of a `PagedCache`; what concerns all layers is done once, by the cache."""
-
-    is_croppable = True
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
-        self._index = index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the arena was made with the cache."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V `[B, H, S, D]` of the new columns and return those of all columns."""
-        return self._cache._exchange(self._index, key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        return self._cache._num_columns(self._index)
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return (columns after `query_length` new ones, 0); transformers before 5.4 passes the columns themselves."""
-        num_query = query_length if isinstance(query_length, int) else len(query_length)
-        return self.get_seq_length() + num_query, 0
-
-    def get_max_length(self) -> int:
-        """-1: the pool has a limit, a row has none of its own."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 def _hook(cache: PagedCache, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,11 +370,22 @@ def _hook(cache: PagedCache, act: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _sizes(config: CacheConfig) -> str:
+    """Say how many blocks there are: `8 blocks of 4 tokens`, or by group `100 full + 20 sliding blocks of 4 tokens`."""
+    kinds = [f" {group.kind}" for group in config.groups] if len(config.groups) > 1 else [""]
+    sizes = " + ".join(f"{num_blocks}{kind}" for num_blocks, kind in zip(config.group_num_blocks, kinds, strict=True))
+    return f"{sizes} blocks of {config.block_size} tokens"
+
+
 def _max_positions(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768)
 
 
 _DEFAULT_MEMORY = "1 GiB"
+
+# Tokens of a typical sequence, by which memory is shared out among windows, states and full attention. Were it the most
+# that the model has positions for, windows and states would get so little that no usual prompt fits.
+_TYPICAL_LENGTH = 4096
 
 # Whether `generate` marks the cache that it is given, as transformers does since 5.18. The mark is no public interface;
 # should it go, a PagedCache asks to be reset before every call rather than take one prompt for the end of another.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvist.errors import SequenceError
+from kvist.serve.transformers.batch import Part
 
 __all__ = ["Inputs"]
 
@@ -118,6 +119,32 @@ class Inputs:
             expected = torch.arange(first_column, num_columns) - pads
             if position_ids.ndim != 2 or ((position_ids.cpu() != expected) & (expected >= 0)).any():
                 raise SequenceError("position_ids must count the tokens of each row from 0, without its padding")
+
+    def check_length(self, num_skippable: int, max_chunk_tokens: int | None) -> None:
+        """Refuse a call that can't be cut into forwards of `max_chunk_tokens`. Raises `SequenceError`."""
+        num_kept = self.num_query_columns - num_skippable
+        if max_chunk_tokens is not None and num_kept > max_chunk_tokens:
+            raise SequenceError(
+                f"this call asks for the logits or states of {num_kept} tokens, but max_chunk_tokens promises that no "
+                f"forward has more than {max_chunk_tokens}: pass logits_to_keep, or fewer tokens"
+            )
+
+    def of_part(self, part: Part, token_ids: npt.NDArray[np.int64], padding: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """Return the arguments of a call that computes a part of the batch, and of its logits as few as can be.
+
+        `token_ids` `[n, end - first]` and `padding` `[n]` are those of the part's rows.
+        """
+        columns = np.arange(part.end)
+        positions = np.maximum(columns[part.first :] - padding[:, None], 0)
+        arguments = self.arguments | {
+            "input_ids": self._tensor(token_ids),
+            "attention_mask": self._tensor((columns >= padding[:, None]).astype(np.int64)),
+            "position_ids": self._tensor(positions),
+        }
+        return arguments | ({"logits_to_keep": 1} if "logits_to_keep" in arguments else {})
+
+    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.as_tensor(array, device=self.arguments["input_ids"].device)
 
     def without(self, num_columns: int) -> dict[str, Any]:
         """Return the arguments without the first `num_columns` query columns; the mask still covers all columns."""

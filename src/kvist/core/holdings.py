@@ -1,0 +1,299 @@
+"""What rows hold in the groups that need a part of the past: taking, sharing, letting slide and giving back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core.extents import Blocks, Extent
+from kvist.core.sequences import RUNNING, RowState, Sequence
+from kvist.core.spanned import SpannedGroup
+
+if TYPE_CHECKING:
+    from kvist.core.state import CacheState
+
+__all__ = [
+    "adopt",
+    "as_tree_blocks",
+    "give_own",
+    "give_past",
+    "held_blocks",
+    "hold_past",
+    "hold_shared",
+    "merge",
+    "published_part",
+    "release_past",
+    "release_shared",
+    "show_shared",
+    "slide",
+]
+
+NO_BLOCKS = np.empty(0, np.int32)
+
+
+# -- what is a row's own, and what it shares --------------------------------------------------------------------------
+
+
+def _without_holes(table: NDArray[np.int32], start: int, end: int, first: int, num_sinks: int) -> NDArray[np.int32]:
+    """Return the blocks in columns start .. end-1, of which those from the sinks to `first` are holes."""
+    if first <= num_sinks or first <= start:
+        return table[start:end]
+    if start >= num_sinks:
+        return table[first:end]
+    return np.concatenate((table[start : min(num_sinks, end)], table[first:end]))
+
+
+def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int32]:
+    """Return the tree's blocks that a row has in span in one group."""
+    rows, index = state.rows, group.index
+    published, first = rows.published_of[row], rows.firsts_of[index][row]
+    return _without_holes(rows.block_table[index, row], 0, published, first, group.span.num_sink_blocks)
+
+
+def give_own(state: CacheState, row: int, keep: int) -> None:
+    """Give back a row's own blocks from column `keep` on, in all groups but the full one."""
+    rows = state.rows
+    for group in state.linear:
+        index = group.index
+        table, end = rows.block_table[index, row], rows.ends_of[index][row]
+        if end > keep:
+            group.pool.give(_without_holes(table, keep, end, rows.firsts_of[index][row], group.span.num_sink_blocks))
+            table[keep:end] = 0
+            rows.ends_of[index][row] = keep
+            rows.firsts_of[index][row] = min(keep, rows.firsts_of[index][row])
+
+
+def held_blocks(state: CacheState, group: SpannedGroup, row: int) -> tuple[NDArray[np.int32], int]:
+    """Return the tree's blocks that a row has in span in one group, and the number of its own."""
+    rows, index = state.rows, group.index
+    first, end = rows.firsts_of[index][row], rows.ends_of[index][row]
+    num_sinks, published = group.span.num_sink_blocks, rows.published_of[row]
+    own = _without_holes(rows.block_table[index, row], published, end, first, num_sinks)
+    return _shared(state, group, row), len(own)
+
+
+def hold_shared(state: CacheState, row: int) -> None:
+    """Hold the tree's blocks that a row's table shows in span."""
+    for group in state.linear:
+        shared = _shared(state, group, row)
+        if len(shared):
+            group.retain(shared)
+
+
+def release_shared(state: CacheState, sequence: Sequence) -> None:
+    """End a row's hold of the tree's blocks in span; the extents must still be held."""
+    for group in state.linear:
+        shared = _shared(state, group, sequence.row)
+        if len(shared):
+            group.relinquish(shared)
+            group.offer(sequence._extent, state.rows.firsts_of[group.index][sequence.row])
+
+
+# -- rows as they were ------------------------------------------------------------------------------------------------
+
+
+def _shared_of_past(group: SpannedGroup, past: RowState) -> NDArray[np.int32]:
+    first, num_sinks = past.firsts.item(group.index), group.span.num_sink_blocks
+    return _without_holes(past.blocks[group.index], 0, past.num_published, first, num_sinks)
+
+
+def hold_past(state: CacheState, past: RowState) -> None:
+    """Hold once more the tree's blocks that a row had in span."""
+    for group in state.linear:
+        group.retain(_shared_of_past(group, past))
+
+
+def release_past(state: CacheState, past: RowState) -> None:
+    """End a hold of the tree's blocks that a row had in span; the extents must still be held."""
+    for group in state.linear:
+        group.relinquish(_shared_of_past(group, past))
+        group.offer(past.extent, past.firsts.item(group.index))
+
+
+def give_past(state: CacheState, past: RowState) -> None:
+    """Give back the blocks that were a row's own."""
+    published = past.num_published
+    if state.has_full:
+        state.pools[0].give(past.blocks[0, published : past.num_blocks])
+    for group in state.linear:
+        index = group.index
+        first, num_sinks = past.firsts.item(index), group.span.num_sink_blocks
+        group.pool.give(_without_holes(past.blocks[index], published, past.ends.item(index), first, num_sinks))
+    if state.recurrent is not None:
+        index = state.recurrent.index
+        state.recurrent.pool.give(past.blocks[index, : past.ends.item(index)])
+
+
+def published_part(state: CacheState, past: RowState) -> RowState:
+    """Return what of a row others can share: what is published, and the encoder's blocks."""
+    if state.is_plain:
+        return replace(past, blocks=past.blocks[:, : past.num_published], num_blocks=past.num_published)
+    blocks, ends, firsts = past.blocks.copy(), past.ends.copy(), past.firsts.copy()
+    for index, span in enumerate(state.spans):
+        if span.kind != "cross":
+            ends[index] = 0 if span.kind == "state" else past.num_published
+            firsts[index] = min(firsts[index], ends[index])
+            blocks[index, ends[index] :] = 0
+    return replace(past, blocks=blocks, ends=ends, firsts=firsts, num_blocks=past.num_published)
+
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+def show_shared(state: CacheState, row: int, extent: Extent, num_columns: int, num_computed: int) -> None:
+    """Write the tree's blocks that are in span after `num_computed` tokens into a new row's table."""
+    rows = state.rows
+    for group in state.linear:
+        index, num_sinks = group.index, group.span.num_sink_blocks
+        first = min(group.span.first_block(num_computed), num_columns)
+        table = rows.block_table[index, row]
+        rows.firsts_of[index][row] = first
+        node = extent
+        while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
+            start, end = node.start, node.start + node.blocks.shape[1]
+            low = max(first, start)
+            if low < end:
+                table[low:end] = node.blocks[index, low - start :]
+            if start < num_sinks:
+                stop = min(num_sinks, end)
+                table[start:stop] = node.blocks[index, : stop - start]
+            node = node.parent
+
+
+# -- falling out of span ----------------------------------------------------------------------------------------------
+
+
+def slide(state: CacheState) -> None:
+    """Let every running row give up the blocks that its next token does not need, all rows at once."""
+    rows = state.rows
+    running = np.flatnonzero(rows.state == RUNNING)
+    computed = rows.num_computed[running]
+    for group in state.sliding:
+        index = group.index
+        first = np.minimum(group.span.first_blocks(computed), rows.ends[index, running])
+        due = first > rows.firsts[index, running]
+        if due.any():
+            _slide_group(state, group, running[due], first[due])
+    if rows.num_waiting:
+        _show_waiting(state)
+
+
+def _slide_group(state: CacheState, group: SpannedGroup, due: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+    rows, index = state.rows, group.index
+    start = np.maximum(rows.firsts[index, due], group.span.num_sink_blocks)
+    published = rows.num_published[due]
+    rows.firsts[index, due] = first
+    own = _take_from_table(state, index, due, np.maximum(start, published), first)
+    if len(own):
+        group.pool.give(own)
+    stop = np.minimum(first, published)
+    shared = _take_from_table(state, index, due, start, stop)
+    if len(shared):
+        group.relinquish_each(shared)
+        for row, low in zip(due[start < stop].tolist(), start[start < stop].tolist(), strict=True):
+            group.offer(rows.sequence_at(row)._extent, low)
+
+
+def _take_from_table(
+    state: CacheState, index: int, due: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Take the blocks in columns start .. stop-1 of each row out of a group's table."""
+    counts = np.maximum(stop - start, 0)
+    total = int(counts.sum())
+    if not total:
+        return NO_BLOCKS
+    at_rows = np.repeat(due, counts)
+    columns = np.repeat(start - np.cumsum(counts) + counts, counts) + np.arange(total)
+    table = state.rows.block_table[index]
+    blocks: NDArray[np.int32] = table[at_rows, columns]
+    table[at_rows, columns] = 0
+    state.rows.version[due[counts > 0]] += 1
+    return blocks
+
+
+def _show_waiting(state: CacheState) -> None:
+    """Show in the rows of waiting beams what their leaders have let go."""
+    for beam in state.rows.running():
+        if beam.leader is not None:
+            state.show_leaders_blocks(beam)
+
+
+# -- publishing -------------------------------------------------------------------------------------------------------
+
+
+def as_tree_blocks(state: CacheState, sequence: Sequence, start: int, stop: int) -> Blocks:
+    """Return a row's blocks start .. stop-1 as the tree takes them, `[num_groups, stop - start]`: -1 where it has none.
+
+    Of a state group these are its checkpoints.
+    """
+    rows, row = state.rows, sequence.row
+    blocks: Blocks = rows.block_table[:, row, start:stop].copy()
+    for group in state.linear:
+        low = max(group.span.num_sink_blocks - start, 0)
+        blocks[group.index, low : max(rows.firsts_of[group.index][row] - start, 0)] = -1
+    if state.recurrent is not None:
+        blocks[state.recurrent.index] = -1
+        for column, checkpoint in sequence._checkpoints:
+            if start <= column < stop:
+                blocks[state.recurrent.index, column - start] = checkpoint
+    if state.cross is not None:
+        blocks[state.cross] = -1
+    return blocks
+
+
+def adopt(state: CacheState, blocks: Blocks, *, held: bool) -> None:
+    """Count blocks that have just become the tree's: held by the row that they come from, or by nobody."""
+    for group in state.spanned:
+        column = blocks[group.index]
+        present = column[column >= 0]
+        if held and group.span.kind != "state":
+            group.references[present] = 1
+        else:
+            group.num_evictable += len(present)
+
+
+def merge(state: CacheState, sequence: Sequence, start: int, existing: int, own: Blocks, *, held: bool) -> None:
+    """Settle a row's blocks for content that the tree had already: they fill the tree's holes, the others go back.
+
+    `own` are the blocks of columns start .. start+existing-1. With `held`, the row goes on with the tree's blocks.
+    """
+    node, end = sequence._extent, start + existing
+    left = own[:, :existing].copy()
+    while node.parent is not None and node.start + node.blocks.shape[1] > start:
+        low, high = max(node.start, start), min(node.start + node.blocks.shape[1], end)
+        if low < high:
+            theirs = node.blocks[:, low - node.start : high - node.start]
+            _merge_columns(state, sequence, theirs, left[:, low - start : high - start], low, held=held)
+        node = node.parent
+    if state.has_full:
+        state.group_pools[0].give(left[0])
+    for group in state.spanned:
+        unused = left[group.index]
+        group.pool.give(unused[unused >= 0])
+
+
+def _merge_columns(
+    state: CacheState, sequence: Sequence, theirs: Blocks, ours: Blocks, column: int, *, held: bool
+) -> None:
+    """Exchange the blocks of some columns with an extent's; what is left of `ours` is not needed by anyone."""
+    row, table = sequence.row, state.rows.block_table
+    if state.has_full and held:
+        table[0, row, column : column + ours.shape[1]] = theirs[0]
+    for group in state.spanned:
+        there, here = theirs[group.index], ours[group.index]
+        given = (there < 0) & (here >= 0)
+        is_held = held and group.span.kind != "state"
+        if given.any():
+            there[given] = here[given]
+            if is_held:
+                group.references[here[given]] = 1
+            else:
+                group.num_evictable += int(given.sum())
+        doubled = (here >= 0) & ~given
+        if is_held and doubled.any():
+            group.retain(there[doubled])
+            table[group.index, row, column + np.flatnonzero(doubled)] = there[doubled]
+        here[given] = -1

@@ -1,0 +1,180 @@
+"""Groups that need only a part of the past: their blocks are referenced one by one, and go before their extents do."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core.extents import Extent
+from kvist.core.groups import Span
+from kvist.core.pool import BlockPool
+
+__all__ = ["SpannedGroup"]
+
+MIN_SWEPT = 1024
+
+
+class SpannedGroup:
+    """What the tree keeps of one group whose sequences hold a bounded number of blocks.
+
+    `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
+    tree's blocks that nobody has. The blocks at the end of an extent make all longer prefixes reachable; the others,
+    its spare ones, only those that end inside it, so they go first.
+    """
+
+    __slots__ = ("_max_spare", "_num_offers", "_spare", "bit", "index", "num_evictable", "pool", "references", "span")
+
+    def __init__(self, index: int, span: Span, pool: BlockPool, references: NDArray[np.int32]) -> None:
+        self.index = index
+        self.bit = 1 << index
+        self.span = span
+        self.pool = pool
+        self.references = references
+        self.num_evictable = 0
+        self._spare: list[tuple[int, int, int, Extent]] = []
+        self._num_offers = 0
+        self._max_spare = MIN_SWEPT
+
+    # -- references ---------------------------------------------------------------------------------------------------
+
+    def retain(self, blocks: NDArray[np.int32]) -> None:
+        """Hold blocks of the tree, each named once."""
+        references = self.references
+        counts = references[blocks] + 1
+        references[blocks] = counts
+        self.num_evictable -= int((counts == 1).sum())
+
+    def relinquish(self, blocks: NDArray[np.int32]) -> None:
+        """End a hold of blocks of the tree, each named once."""
+        references = self.references
+        counts = references[blocks] - 1
+        references[blocks] = counts
+        self.num_evictable += len(counts) - int(np.count_nonzero(counts))
+
+    def relinquish_each(self, blocks: NDArray[np.int32]) -> None:
+        """End holds of blocks of the tree, which may be named more than once."""
+        distinct, counts = np.unique(blocks, return_counts=True)
+        left = self.references[distinct] - counts.astype(np.int32)
+        self.references[distinct] = left
+        self.num_evictable += len(left) - int(np.count_nonzero(left))
+
+    def num_unheld(self, blocks: NDArray[np.int32]) -> int:
+        """Count those of the tree's blocks that nobody has in span."""
+        return len(blocks) - int(np.count_nonzero(self.references[blocks]))
+
+    # -- what of an extent is needed ----------------------------------------------------------------------------------
+
+    def num_spare_columns(self, extent: Extent) -> int:
+        """Count an extent's leading columns that no prefix needs which ends with it or below it."""
+        num_blocks: int = extent.blocks.shape[1]
+        if extent.key is None:
+            return num_blocks
+        end = (extent.start + num_blocks) * self.span.block_size
+        return min(max(self.span.first_block(end) - extent.start, 0), num_blocks)
+
+    def last_hole(self, extent: Extent, first: int, end: int) -> int:
+        """Return the last of the columns first .. end-1 on the path to an extent that has no block, or -1."""
+        node = extent
+        while end > first and node.parent is not None:
+            start = node.start
+            low = max(first, start)
+            if low < end:
+                column = node.blocks[self.index, low - start : end - start]
+                if column.min() < 0:
+                    return low + int(np.flatnonzero(column < 0)[-1])
+                end = low
+            node = node.parent
+        return -1
+
+    def last_block(self, extent: Extent, end: int) -> int:
+        """Return the last of the columns before `end` on the path to an extent that has a block, or -1."""
+        node = extent
+        while end > 0 and node.parent is not None:
+            start = node.start
+            if start < end:
+                present = np.flatnonzero(node.blocks[self.index, : end - start] >= 0)
+                if len(present):
+                    return start + int(present[-1])
+                end = start
+            node = node.parent
+        return -1
+
+    def reach(self, extent: Extent, end: int) -> int:
+        """Return the longest prefix, in blocks and at most `end`, on the path to an extent that has all in its span."""
+        span = self.span
+        if span.kind == "state":
+            return self.last_block(extent, end) + 1
+        while end > 0:
+            hole = self.last_hole(extent, span.first_block(end * span.block_size), end)
+            if hole < 0:
+                hole = self._last_sink_hole(extent, end) if span.num_sink_blocks else -1
+            if hole < 0:
+                return end
+            end = hole
+        return 0
+
+    def _last_sink_hole(self, extent: Extent, end: int) -> int:
+        return self.last_hole(extent, 0, min(self.span.num_sink_blocks, end))
+
+    # -- spare blocks -------------------------------------------------------------------------------------------------
+
+    def offer(self, extent: Extent, first: int = 0) -> None:
+        """Note that an extent, and those above it down to column `first`, may have spare blocks."""
+        node = extent
+        while node.parent is not None:
+            if not node.spare & self.bit and node.blocks.shape[1] > 0:
+                node.spare |= self.bit
+                self._num_offers += 1
+                rank = node.keep.priority if node.key is not None else -1
+                heappush(self._spare, (rank, node.last_use, self._num_offers, node))
+                if len(self._spare) > self._max_spare:
+                    self._sweep_spare()
+            if node.start <= first:
+                return
+            node = node.parent
+
+    def _sweep_spare(self) -> None:
+        """Drop the entries of extents that are gone, so that they do not pile up."""
+        self._spare = [entry for entry in self._spare if entry[3].parent is not None]
+        heapify(self._spare)
+        self._max_spare = 2 * len(self._spare) + MIN_SWEPT
+
+    def take_spare(self, wanted: int) -> int:
+        """Give spare blocks back to the pool, oldest extents first and from their heads; returns how many."""
+        taken = 0
+        while self._spare and taken < wanted:
+            _, last_use, _, extent = heappop(self._spare)
+            extent.spare &= ~self.bit
+            if extent.parent is None:
+                continue
+            if extent.last_use > last_use:
+                self.offer(extent, extent.start)
+                continue
+            first = max(self.span.num_sink_blocks - extent.start, 0) if extent.key is not None else 0
+            taken += self._take(extent, first, self.num_spare_columns(extent), wanted - taken)
+            if taken >= wanted:
+                self.offer(extent, extent.start)
+        return taken
+
+    def take_any(self, extent: Extent, wanted: int) -> int:
+        """Give blocks of an extent back that nobody has in span, whoever may miss them; returns how many."""
+        return self._take(extent, 0, extent.blocks.shape[1], wanted)
+
+    def _take(self, extent: Extent, first: int, end: int, wanted: int) -> int:
+        column = extent.blocks[self.index, first:end]
+        free = np.flatnonzero(column >= 0)
+        free = free[self.references[column[free]] == 0][:wanted]
+        if len(free):
+            self.pool.give(column[free])
+            column[free] = -1
+            self.num_evictable -= len(free)
+        return len(free)
+
+    def give(self, column: NDArray[np.int32]) -> int:
+        """Give back the blocks of columns that leave the tree, which nobody may have in span; returns how many."""
+        blocks = column[column >= 0]
+        self.pool.give(blocks)
+        self.num_evictable -= len(blocks)
+        return len(blocks)
