@@ -68,8 +68,8 @@ class KVCacheManager(CacheCore):
         """End sequences whose blocks could not be filled, and forget the moves into these blocks."""
         state = self._state
         for sequence in sequences:
-            blocks = set(sequence.block_ids[state.rows.published_of[sequence.row] :].tolist())
-            state.moves = [move for move in state.moves if move.destination not in blocks]
+            own = state.own_blocks(sequence)
+            state.moves = [move for move in state.moves if move.destination not in own[move.group]]
             self.free(sequence, publish=False)
 
     def tables(

@@ -386,7 +386,6 @@ def test_finer_pages_have_the_holes_of_their_blocks():
     assert tables.block_table[0].tolist() == [12, 13, 0, 0, 0, 0, 6, 7, 18, 19]
     assert tables.block_table[1].tolist() == [2, 3, 4, 5, -1, -1, -1, -1, -1, -1]
     assert tables.held.tolist() == windowed().held.repeat(2, axis=1).tolist()
-    assert tables.num_holes.tolist() == [4, 0]
     assert tables.compacted().block_table.tolist() == [[12, 13, 6, 7, 18, 19], [2, 3, 4, 5, -1, -1]]
 
 
@@ -498,9 +497,25 @@ def test_a_table_without_holes_has_the_tokens_that_are_left():
     assert tables.seq_lens.tolist() == [10, 7]
     assert tables.start_lens.tolist() == [9, 5]
     assert tables.held.tolist() == [[True] * 3, [True, True, False]]
-    assert tables.num_holes.tolist() == [0, 0]
     assert tables.compacted().block_table.tolist() == tables.block_table.tolist()
     assert tables.seq_lens.dtype == np.int32
+
+
+def test_a_table_without_holes_has_no_blocks_that_the_window_has_passed():
+    span = Span("sliding", block_size=4, window=6)
+    tables = batch([[8, 5, 2, 7, 3], [4, 6, 1]], [18, 9], span=span, query=[3, 1], padding=-1)
+    assert tables.held.tolist()[0] == [True] * 5
+    left = tables.compacted()
+    assert left.block_table.tolist() == [[2, 7, 3], [4, 6, 1]]
+    assert (left.seq_lens.tolist(), left.start_lens.tolist()) == ([10, 9], [7, 8])
+    assert tables.refined(2).compacted().block_table.tolist() == [[5, 14, 15, 6, 7], [9, 12, 13, 2, 3]]
+
+
+def test_a_table_without_holes_keeps_the_chunk_of_the_first_query_token():
+    span = Span("chunked", block_size=4, chunk_tokens=6)
+    left = batch([[8, 5, 2]], [12], span=span, query=[1]).compacted()
+    assert left.block_table.tolist() == left.compacted().block_table.tolist() == [[5, 2]]
+    assert left.seq_lens.tolist() == left.compacted().seq_lens.tolist() == [8]
 
 
 def test_token_rows_say_where_every_token_is():

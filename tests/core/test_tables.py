@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from tests.core.small import computed, ids, label, refused, small
 
-from kvist import ArgumentError, ArgumentTypeError, BatchTables, SequenceError
+from kvist import (
+    ArgumentError,
+    ArgumentTypeError,
+    AttentionSpec,
+    BatchTables,
+    CacheConfig,
+    KVCacheManager,
+    SequenceError,
+    StateSpec,
+)
 from kvist.core.groups import RingGeometry, Span
 from kvist.memory.tables import build_tables
 
@@ -399,6 +408,41 @@ def test_a_cross_group_has_the_encoders_tokens():
     assert group_tables(rows, query=[1, 1, 1]).slot_mapping.tolist() == tables.slot_mapping.tolist()
 
 
+def test_the_groups_of_a_manager_have_tables_of_their_own():
+    layers = [
+        AttentionSpec(1, 1),
+        AttentionSpec(1, 1, sliding_window=10, sink_tokens=3),
+        AttentionSpec(1, 1, sliding_window=6),
+        AttentionSpec(1, 1, chunk_tokens=8),
+        StateSpec([(2, 2)]),
+        AttentionSpec(1, 1, cross=True),
+    ]
+    manager = KVCacheManager(CacheConfig(layers, block_size=4, num_blocks=32, max_sequences=4, max_sequence_length=64))
+    sequences = [computed(manager, range(21), encoder_tokens=6), computed(manager, [1, 2, 3])]
+    manager.append(sequences, [9, 9])
+    assert manager.num_free_blocks > 0  # what is out of span is given back when the room is counted
+    tables = [manager.tables(sequences, group=group, padding=-1) for group in range(6)]
+    assert [table.block_table.tolist() for table in tables] == [
+        [[0, 1, 2, 3, 4, 5], [6, -1, -1, -1, -1, -1]],
+        [[0, -1, -1, 3, 4, 5], [6, -1, -1, -1, -1, -1]],
+        [[-1, -1, -1, -1, 4, 5], [6, -1, -1, -1, -1, -1]],
+        [[-1, -1, -1, -1, 4, 5], [6, -1, -1, -1, -1, -1]],
+        [[0], [1]],
+        [[0, 1], [-1, -1]],
+    ]
+    assert [table.slot_mapping.tolist() for table in tables] == [
+        *[[21, 27]] * 4,
+        [-1, -1],
+        [0, 1, 2, 3, 4, 5],
+    ]
+    assert [table.seq_lens.tolist() for table in tables] == [*[[22, 4]] * 5, [6, 0]]
+    assert [table.cu_seqlens.tolist() for table in tables] == [[0, 1, 2]] * 6
+    for group, table in enumerate(tables):
+        rows = [sequence.group_blocks(group).tolist() for sequence in sequences]
+        assert [row[: len(blocks)] for row, blocks in zip(table.block_table.tolist(), rows, strict=True)] == rows
+        assert np.array_equal(table.held, table.block_table >= 0)
+
+
 def test_a_width_is_refused_where_a_row_of_the_group_has_more_blocks():
     with pytest.raises(ArgumentError, match="max_blocks is 4, a sequence has 5 blocks"):
         group_tables(windowed(), max_blocks=4)
@@ -461,6 +505,11 @@ def test_query_tokens_end_at_max_sequence_length_though_the_last_block_goes_on()
         ({"padding": None}, "padding is None"),
         ({"padding": "a"}, "padding is 'a'"),
         ({"padding": 2**31}, "padding is 2147483648"),
+        ({"holes": 0.5}, "holes is 0.5"),
+        ({"holes": -(2**31) - 1}, "holes is -2147483649"),
+        ({"group": 1}, "group is 1, there are 1"),
+        ({"group": -1}, "group is -1"),
+        ({"group": 0.0}, "group is 0.0"),
         ({"max_blocks": 2}, "max_blocks is 2, a sequence has 3 blocks"),
         ({"max_blocks": -1}, "max_blocks is -1"),
         ({"max_blocks": 3.5}, "max_blocks is 3.5"),

@@ -644,7 +644,7 @@ def test_selected_rows_keep_their_padding(llama, cache):
 
 def test_running_out_of_blocks_says_what_to_do_and_leaves_the_cache_usable(llama):
     with PagedCache(llama, num_blocks=8, block_size=BLOCK_SIZE) as cache:
-        with pytest.raises(OutOfBlocks, match=r"1 blocks? .* with more num_blocks, .* share 8 blocks of 4 tokens"):
+        with pytest.raises(OutOfBlocks, match=r"1 blocks?, .* with more num_blocks, .* share 8 blocks of 4 tokens"):
             text(llama, input_ids=prompt(20), max_new_tokens=20, cache=cache)
         assert_nothing_held(cache)
         with pytest.raises(SequenceError, match=r"failed half way"):

@@ -4,18 +4,22 @@ from itertools import count
 
 import pytest
 
-from kvist import AttentionSpec, CacheConfig, KVCacheManager, NeverFits, OutOfBlocks
+from kvist import CacheConfig, KVCacheManager, NeverFits, OutOfBlocks
+from kvist.config import AttentionSpec, StateSpec
 from kvist.errors import ArgumentError, ArgumentTypeError, ConfigError
 from kvist.serve.scheduler import Request, Scheduler
 
+FULL, SLIDING = AttentionSpec(1, 1, dtype="float32"), AttentionSpec(1, 1, dtype="float32", sliding_window=6)
+STATE = StateSpec([(2,)])
 
-def scheduler(*, num_blocks=16, block_size=4, max_running=4, max_step_tokens=8, max_sequence_length=64):
+
+def scheduler(*, layers=(FULL,), block_size=4, max_running=4, max_step_tokens=8, num_blocks=16, **settings):
     config = CacheConfig(
-        [AttentionSpec(1, 1, dtype="float32")],
+        layers,
         num_blocks=num_blocks,
         block_size=block_size,
         max_sequences=8,
-        max_sequence_length=max_sequence_length,
+        **{"max_sequence_length": 64} | settings,
     )
     return Scheduler(KVCacheManager(config), max_running=max_running, max_step_tokens=max_step_tokens)
 
@@ -74,6 +78,31 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget():
     assert not of.has_work
 
 
+def test_no_chunk_is_longer_than_the_cache_was_promised():
+    of, prompt = scheduler(max_step_tokens=16, max_chunk_tokens=5), request(12, 1)
+    of.submit(prompt)
+    chunks = []
+    while of.has_work:
+        chunks.append(of.plan())
+        finish_step(of, chunks[-1])
+    assert [spans(each) for each in chunks] == [[(prompt, 0, 5)], [(prompt, 5, 10)], [(prompt, 10, 12)]]
+
+
+def test_chunks_end_where_states_are_kept():
+    of = scheduler(layers=[FULL, STATE], max_step_tokens=64)
+    ends = []
+    for tokens in ([*range(22)], [*range(18), 1, 2, 3], [*range(18), 4, 5, 6]):
+        each = Request(tokens, 1)
+        of.submit(each)
+        ends.append([])
+        while of.has_work:
+            chunks = of.plan()
+            ends[-1] += [(chunk.start, chunk.end) for chunk in chunks]
+            finish_step(of, chunks)
+    # Each is cut where its last whole block ends. The second parts from the first after 18 tokens, 16 in whole blocks.
+    assert ends == [[(0, 20), (20, 22)], [(0, 16), (16, 20), (20, 21)], [(16, 20), (20, 21)]]
+
+
 def test_running_requests_come_first_and_a_prompt_gets_what_is_left():
     of = scheduler(max_step_tokens=8)
     early, late = request(4), request(20, first=100)
@@ -111,6 +140,29 @@ def test_the_last_new_token_needs_no_room():
         NeverFits, match="4 prompt tokens and 6 new ones need 3 blocks of 4 tokens, but the whole cache has 2"
     ):
         of.submit(request(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_blocks", "settings", "pool"),
+    [
+        ([FULL, SLIDING], [3, 2], {}, "need 3 blocks of 4 tokens, but the whole pool of group 1 has 2"),
+        (
+            [FULL, SLIDING],
+            [3, 2],
+            {"shared_pool": True},
+            "need 6 blocks of 4 tokens, but the whole pool of group 0 has 5",
+        ),
+        ([SLIDING, STATE], [2, 9], {}, "need 3 blocks of 4 tokens, but the whole pool of group 0 has 2"),
+    ],
+)
+def test_a_request_must_fit_in_every_group(layers, num_blocks, settings, pool):
+    of = scheduler(layers=layers, num_blocks=num_blocks, **settings)
+    with pytest.raises(NeverFits, match=f"8 prompt tokens and 5 new ones {pool}; give it more blocks"):
+        of.submit(request(8, 5))
+    fits = request(4, 2) if settings else request(4, 5)
+    of.submit(fits)
+    run(of)
+    assert fits.is_finished
 
 
 def test_a_request_longer_than_any_sequence_is_refused_at_once():
@@ -182,11 +234,55 @@ def test_a_preempted_request_goes_on_where_it_was():
     assert second.output == alone.output
 
 
+def test_a_preempted_request_is_suspended_and_counted_once():
+    of = scheduler(num_blocks=4, max_step_tokens=16)
+    first, second = request(8, 5), request(8, 5, first=100)
+    submit(of, first, second)
+    finish_step(of, of.plan())
+    of.plan()
+    assert of.waiting == (second,)
+    assert second.sequence.is_suspended
+    assert second.sequence.row == -1
+    run(of)
+    stats = of._manager.stats()
+    assert (stats.num_admitted, stats.num_suspended, stats.num_resumed) == (2, 1, 1)
+    assert second.num_cached_tokens == 0
+
+
+def test_a_suspended_request_can_be_aborted():
+    of = scheduler(num_blocks=4, max_step_tokens=16)
+    kept, aborted = request(8, 5), request(8, 5, first=100)
+    submit(of, kept, aborted)
+    finish_step(of, of.plan())
+    of.plan()
+    of.abort(aborted)
+    assert (aborted.finish_reason, aborted.sequence, of.waiting) == ("aborted", None, ())
+    run(of)
+    assert of._manager.stats().num_suspended_now == 0
+    assert kept.num_generated_tokens == 5
+
+
+def test_a_request_that_cannot_be_resumed_yet_waits_in_front():
+    of = scheduler(num_blocks=5, max_step_tokens=16)
+    first, second, third = request(8, 9), request(8, 5, first=100), request(2, 1, first=200)
+    submit(of, first, second)
+    finish_step(of, of.plan())
+    while not of.waiting:
+        finish_step(of, of.plan())
+    of.submit(third)
+    while not first.is_finished:
+        assert of.waiting == (second, third)
+        finish_step(of, of.plan())
+    run(of)
+    assert second.num_generated_tokens == 5
+
+
+@pytest.mark.parametrize("layers", [[FULL], [FULL, SLIDING], [FULL, STATE], [SLIDING, STATE]], ids=str)
 @pytest.mark.parametrize("num_blocks", [5, 6, 9, 14])
 @pytest.mark.parametrize("max_step_tokens", [4, 7, 64])
-def test_every_request_ends_with_its_own_tokens_however_short_of_blocks(num_blocks, max_step_tokens):
+def test_every_request_ends_with_its_own_tokens_however_short_of_blocks(num_blocks, max_step_tokens, layers):
     requests = [request(3 + 5 * index % 11, 1 + 3 * index % 7, first=7 * (index % 3)) for index in range(20)]
-    of = scheduler(num_blocks=num_blocks, max_step_tokens=max_step_tokens)
+    of = scheduler(layers=layers, num_blocks=num_blocks, max_step_tokens=max_step_tokens)
     submit(of, *requests)
     run(of)
     for each in requests:
@@ -194,7 +290,7 @@ def test_every_request_ends_with_its_own_tokens_however_short_of_blocks(num_bloc
         while len(text) < each.num_prompt_tokens + each.max_new_tokens:
             text.append((sum(text) * 31 + len(text)) % 1009)
         assert list(each.tokens) == text
-    assert of._manager.num_free_blocks == num_blocks
+    assert of._manager.num_free_blocks == of._manager.num_blocks
 
 
 def test_the_oldest_request_is_never_preempted():

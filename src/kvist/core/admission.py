@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvist.core import branches, holdings, recurrent
 from kvist.core.extents import Blocks, Extent, Match, Namespace
-from kvist.core.misses import NOTHING_MISSED, miss_of
+from kvist.core.misses import miss_of
 from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
 from kvist.core.sequences import Encoder, Sequence
@@ -31,7 +31,8 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
                 f"the prompt needs {needs[index]} blocks of {state.block_size} tokens, "
                 f"the whole pool of group {state.pool_of.index(index)} has {pool.num_blocks}"
             )
-    state.require_rows(num_beams, free_rows)
+    if num_beams > free_rows:
+        state.require_rows(num_beams, free_rows)
 
 
 def _check_encoder(state: CacheState, num_encoder_tokens: int) -> None:
@@ -45,8 +46,11 @@ def prompt_needs(
     state: CacheState, num_tokens: int, num_reused: int, num_beams: int, num_encoder_tokens: int
 ) -> list[int]:
     """Count the blocks by pool that a prompt must be given, of which `num_reused` whole blocks are cached."""
-    num_full, rest = divmod(num_tokens, state.block_size)
-    needs = state.column_needs(num_full - num_reused + (num_beams if rest else 0))
+    block_size = state.block_size
+    num_columns = num_tokens // block_size - num_reused + (num_beams if num_tokens % block_size else 0)
+    if state.is_plain:
+        return [num_columns]
+    needs = state.column_needs(num_columns)
     if state.recurrent is not None:
         needs[state.pool_of[state.recurrent.index]] += num_beams
     if state.cross is not None:
@@ -88,20 +92,25 @@ def admit(
     num_blocks, num_reused = -(-len(prompt) // block_bytes), match.position // block_bytes if match else 0
     needs = prompt_needs(state, num_tokens, num_reused, num_beams, num_encoder_tokens)
     state.require(needs, match)
-    sources = _sources(state, match)
-    miss = NOTHING_MISSED if resumed else miss_of(state, prompt, namespace, match)
+    sources = _sources(match) if match and match.source else None
+    miss = "" if resumed else miss_of(state, prompt, namespace, match)
 
-    extent: Extent = extent_of(state, match) if match else tree.root(namespace)
+    if match is None:
+        extent: Extent = tree.root(namespace)
+    else:
+        extent = match.extent if match.child is None else extent_of(state, match)
     tree.hold(extent)
     sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
     if resumed is None:
-        sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss.reason
+        sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss
     if num_reused:
         _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * block_bytes :]))
     if state.is_plain:
-        state.make_room(needs)
-        rows.block_table[0, sequence.row, num_reused:num_blocks] = state.pools[0].take(num_blocks - num_reused)
+        pool = state.pools[0]
+        if needs[0] > pool.num_free:
+            state.make_room(needs)
+        rows.block_table[0, sequence.row, num_reused:num_blocks] = pool.take(num_blocks - num_reused)
     else:
         _fill_groups(state, sequence, match, needs, num_encoder_tokens)
     num_cached = _note_cached(state, sequence, match, sources, num_reused)
@@ -110,7 +119,7 @@ def admit(
     if num_beams > 1:
         branches.add_beams(state, sequence, bytes(prompt), num_beams)
     if resumed is None:
-        state.counters.admit(num_tokens, num_cached, miss.reason)
+        state.counters.admit(num_tokens, num_cached, miss)
     _count_blocks(state, sequence, num_reused, num_blocks, num_beams, is_prompt=resumed is None)
     return sequence
 
@@ -122,6 +131,9 @@ def _count_blocks(
     num_new = num_blocks - num_reused
     if num_beams > 1 and sequence.num_prompt_tokens % state.block_size:
         num_new += num_beams - 1
+    if state.is_plain and is_prompt:
+        state.counters.groups[0].admit(num_reused, num_new)
+        return
     row, rows = sequence.row, state.rows
     for index, span in enumerate(state.spans):
         counters = state.counters.groups[index]
@@ -193,14 +205,13 @@ def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> N
                 group.retain(shared)
 
 
-def _sources(state: CacheState, match: Match | None) -> Blocks | None:
+def _sources(match: Match) -> Blocks:
     """Return the blocks of all groups, `[num_groups]`, whose first tokens are to be copied, if a block agrees in part.
 
     Making room may evict the source, and may even hand out its block: its content is still there when the copy is made,
     since moves come before anything that is written.
     """
-    if match is None or match.source is None:
-        return None
+    assert match.source is not None
     blocks: Blocks = match.source.blocks[:, match.source_block].copy()
     return blocks
 
@@ -211,7 +222,11 @@ def _note_cached(
     """Count what a new sequence need not compute, order the copies for that, and keep it as the sequence asks."""
     num_cached = num_reused * state.block_size
     if match is not None and sources is not None:
-        state.order_column_moves(sources, num_reused, sequence.row, match.num_partial_tokens)
+        if state.is_plain:
+            destination = state.rows.block_table.item(0, sequence.row, num_reused)
+            state.order_move(sources.item(0), destination, match.num_partial_tokens)
+        else:
+            state.order_column_moves(sources, num_reused, sequence.row, match.num_partial_tokens)
         num_cached += match.num_partial_tokens
         state.rows.computed_of[sequence.row] = num_cached
     if sequence.retention is not None and num_reused:

@@ -33,7 +33,7 @@ def fork(state: CacheState, sequence: Sequence, n: int) -> list[Sequence]:
         state.tree.hold(past.extent)
         holdings.hold_past(state, past)
         child = state.rows.open(sequence.namespace, past.extent, publishes=sequence.publishes)
-        child.num_cached_tokens = sequence.num_cached_tokens
+        child.num_cached_tokens, child.reuses = sequence.num_cached_tokens, sequence.reuses
         state.join_encoder(child, sequence._encoder)
         _copy_into(state, child, past)
         children.append(child)

@@ -594,7 +594,6 @@ class S3FifoQueue(SegmentedQueue):
 
 # -- by name ----------------------------------------------------------------------------------------------------------
 
-SORT_KEYS: dict[str, Policy] = {"fifo": fifo, "lfu": lfu, "lru": lru, "priority": priority}
 POLICIES: dict[str, Callable[[], Candidates]] = {
     "cost": CostQueue,
     "fifo": partial(EvictionQueue, fifo),

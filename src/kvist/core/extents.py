@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,8 @@ __all__ = ["Blocks", "Extent", "Loss", "Match", "Namespace", "Root"]
 Blocks = NDArray[np.int32]
 """Block ids `[num_groups, n]`."""
 Namespace = tuple[str | int | bytes, ...]
-
-
-class Loss(NamedTuple):
-    """An eviction: when, by the manager's clock, and why."""
-
-    at_s: float
-    reason: str
+Loss = tuple[float, str]
+"""An eviction: when, in seconds of the manager's clock, and why."""
 
 
 class Extent:

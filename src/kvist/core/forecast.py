@@ -9,20 +9,34 @@ there the calls are tried out on a copy of the manager's state.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvist.core import admission, branches, growth
 from kvist.core.arguments import as_count, check_namespace, check_num_beams
 from kvist.core.extents import Extent, Namespace
-from kvist.core.identity import UNKNOWN
+from kvist.core.identity import UNKNOWN, Media
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_bytes
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
 
 __all__ = ["Forecast", "forecast_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt that is only supposed: its packed tokens, where nothing is known of them such as no prompt has."""
+
+    tokens: bytes
+    namespace: Namespace
+    reuse: bool
+    num_beams: int
+    num_encoder_tokens: int
 
 
 class Forecast:
@@ -72,14 +86,75 @@ class Forecast:
         assert self.free_blocks <= state.pools[0].num_blocks
         return self
 
-    def add(self, prompt: int | Tokens, *, namespace: Namespace = (), reuse: bool = True, num_beams: int = 1) -> Self:
-        """Suppose that a prompt is admitted: its tokens, or their number for one of which nothing is cached."""
-        needed, path = self._admission(prompt, namespace, reuse, num_beams)
+    def add(
+        self,
+        prompt: int | Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+        reuse: bool = True,
+        num_beams: int = 1,
+        encoder_tokens: int = 0,
+    ) -> Self:
+        """Suppose that a prompt is admitted: its tokens, or their number for one of which nothing is cached.
+
+        The other arguments are those of `add_sequence`.
+        """
+        self._admit(self._asked(prompt, namespace, media, extra_ids, reuse, num_beams, encoder_tokens))
+        return self
+
+    def fits(
+        self,
+        prompt: int | Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+        reuse: bool = True,
+        num_beams: int = 1,
+        encoder_tokens: int = 0,
+    ) -> bool:
+        """Say whether a prompt would be admitted now; changes nothing."""
+        try:
+            self._require(self._asked(prompt, namespace, media, extra_ids, reuse, num_beams, encoder_tokens))
+        except (OutOfBlocks, NeverFits):
+            return False
+        return True
+
+    def _asked(
+        self,
+        prompt: int | Tokens,
+        namespace: Namespace,
+        media: Iterable[Media],
+        extra_ids: ArrayLike | None,
+        reuse: bool,
+        num_beams: int,
+        encoder_tokens: int,
+    ) -> Asked:
+        """Check what is asked as an admission would."""
+        state = self._state
+        check_namespace(namespace)
+        check_num_beams(num_beams)
+        num_encoder_tokens = as_count(encoder_tokens, "encoder_tokens")
+        tokens = None if isinstance(prompt, int) else as_token_bytes(prompt)
+        num_tokens = as_count(prompt, "prompt") if tokens is None else len(tokens) // TOKEN_BYTES
+        admission.check_prompt(state, num_tokens, num_beams, self.free_rows, num_encoder_tokens)
+        if tokens is None:
+            tokens = np.full(num_tokens, UNKNOWN, np.int32).tobytes()
+        elif extra_ids is not None or media != ():
+            tokens = state.identities.look(tokens, media, extra_ids)
+        return Asked(tokens, namespace, reuse and not num_encoder_tokens, num_beams, num_encoder_tokens)
+
+    def _admit(self, asked: Asked) -> None:
+        needed, path = self._admission(asked)
         self._free_blocks -= needed
-        self._free_rows -= num_beams
+        self._free_rows -= asked.num_beams
         for extent, num_blocks in path:
             self._claimed[id(extent)] = max(self._claimed.get(id(extent), 0), num_blocks)
-        return self
+
+    def _require(self, asked: Asked) -> None:
+        self._admission(asked)
 
     def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
         """Suppose that a running sequence gets more tokens."""
@@ -91,37 +166,17 @@ class Forecast:
         if sequence.num_tokens + added + n > self._state.rows.max_tokens:
             raise NeverFits(f"append: {sequence!r} with {added + n} more tokens exceeds max_sequence_length")
         needed = self._added_blocks(sequence, n) - self._added_blocks(sequence, 0)
-        self._require(needed)
+        self._require_blocks(needed)
         self._free_blocks -= needed
         self._added_tokens[sequence.row] = added + n
         return self
 
-    def fits(self, prompt: int | Tokens, *, namespace: Namespace = (), reuse: bool = True, num_beams: int = 1) -> bool:
-        """Say whether a prompt would be admitted now; changes nothing."""
-        try:
-            self._admission(prompt, namespace, reuse, num_beams)
-        except (OutOfBlocks, NeverFits):
-            return False
-        return True
-
-    def _admission(
-        self, prompt: int | Tokens, namespace: Namespace, reuse: bool, num_beams: int
-    ) -> tuple[int, list[tuple[Extent, int]]]:
+    def _admission(self, asked: Asked) -> tuple[int, list[tuple[Extent, int]]]:
         """Return how many blocks an admission would take, and the extents it would hold, each with how much of it."""
-        state = self._state
-        check_namespace(namespace)
-        check_num_beams(num_beams)
-        if isinstance(prompt, int):
-            num_tokens, path = as_count(prompt, "prompt"), []
-            admission.check_prompt(state, num_tokens, num_beams, self.free_rows, 0)
-        else:
-            tokens = as_token_bytes(prompt)
-            num_tokens = len(tokens) // TOKEN_BYTES
-            admission.check_prompt(state, num_tokens, num_beams, self.free_rows, 0)
-            path = self._path(tokens, namespace) if reuse else []
-        total = -(-num_tokens // state.block_size) + (num_beams - 1 if num_tokens % state.block_size else 0)
+        path = self._path(asked.tokens, asked.namespace) if asked.reuse else []
+        [total] = admission.prompt_needs(self._state, len(asked.tokens) // TOKEN_BYTES, 0, asked.num_beams, 0)
         needed = total - sum(self._num_held(extent, num_blocks) for extent, num_blocks in path)
-        self._require(needed)
+        self._require_blocks(needed)
         return needed, path
 
     def _path(self, tokens: bytes, namespace: Namespace) -> list[tuple[Extent, int]]:
@@ -142,7 +197,7 @@ class Forecast:
         num_tokens = sequence.num_tokens + self._added_tokens.get(sequence.row, 0) + num_more
         return max(-(-num_tokens // self._state.block_size) - sequence.num_columns, 0)
 
-    def _require(self, needed: int) -> None:
+    def _require_blocks(self, needed: int) -> None:
         if needed > self.free_blocks:
             held = self._state.pools[0].num_blocks - self.free_blocks
             raise OutOfBlocks(
@@ -182,13 +237,6 @@ class TriedForecast(Forecast):
         self._state.end(ours, publish=True)
         return self
 
-    def add(self, prompt: int | Tokens, *, namespace: Namespace = (), reuse: bool = True, num_beams: int = 1) -> Self:
-        """Suppose that a prompt is admitted: its tokens, or their number for one of which nothing is cached."""
-        tokens = self._checked(prompt, namespace, num_beams)
-        match = admission.match_prompt(self._state, tokens, namespace) if reuse else None
-        admission.admit(self._state, tokens, namespace, match, publishes=False, retention=None, num_beams=num_beams)
-        return self
-
     def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
         """Suppose that a running sequence gets more tokens."""
         ours = self._ours(sequence, "append")
@@ -197,30 +245,27 @@ class TriedForecast(Forecast):
         growth.append_arrays(self._state, batch, [np.zeros(n, np.int32).tobytes()])
         return self
 
-    def fits(self, prompt: int | Tokens, *, namespace: Namespace = (), reuse: bool = True, num_beams: int = 1) -> bool:
-        """Say whether a prompt would be admitted now; changes nothing."""
+    def _admit(self, asked: Asked) -> None:
         state = self._state
-        try:
-            tokens = self._checked(prompt, namespace, num_beams)
-            match = admission.match_prompt(state, tokens, namespace) if reuse else None
-            num_reused = match.position // state.tree.block_bytes if match else 0
-            needs = admission.prompt_needs(state, len(tokens) // TOKEN_BYTES, num_reused, num_beams, 0)
-            state.require(needs, match)
-        except (OutOfBlocks, NeverFits):
-            return False
-        return True
+        match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
+        admission.admit(
+            state,
+            asked.tokens,
+            asked.namespace,
+            match,
+            publishes=False,  # what stands for unknown tokens must not be found
+            retention=None,
+            num_beams=asked.num_beams,
+            num_encoder_tokens=asked.num_encoder_tokens,
+        )
 
-    def _checked(self, prompt: int | Tokens, namespace: Namespace, num_beams: int) -> bytes:
-        """Return a prompt's packed tokens, of one given by its length such as none has; it is not to be published."""
-        check_namespace(namespace)
-        check_num_beams(num_beams)
-        if isinstance(prompt, int):
-            tokens = np.full(as_count(prompt, "prompt"), UNKNOWN, np.int32).tobytes()
-        else:
-            tokens = as_token_bytes(prompt)
+    def _require(self, asked: Asked) -> None:
         state = self._state
-        admission.check_prompt(state, len(tokens) // TOKEN_BYTES, num_beams, state.rows.num_free, 0)
-        return tokens
+        match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
+        num_reused = match.position // state.tree.block_bytes if match else 0
+        num_tokens = len(asked.tokens) // TOKEN_BYTES
+        needs = admission.prompt_needs(state, num_tokens, num_reused, asked.num_beams, asked.num_encoder_tokens)
+        state.require(needs, match)
 
     def _ours(self, sequence: Sequence, call: str) -> Sequence:
         self._real.rows.check_running(sequence, call)

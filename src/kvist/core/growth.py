@@ -65,11 +65,14 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
     """Note how many tokens of each row are computed; None for all."""
     rows, select = state.rows, batch.select
     if num_computed_tokens is None:
-        rows.num_computed[select] = rows.num_tokens[select]
+        counts = rows.num_tokens[select]
     else:
         counts = as_counts(num_computed_tokens, len(batch.rows), "num_computed_tokens")
         _check_commit(state, batch, counts)
-        rows.num_computed[select] = counts
+    if rows.num_waiting and state.recurrent is not None:
+        for row, count in zip(batch.rows.tolist(), counts.tolist(), strict=True):
+            branches.require_exact_prompt(state, rows.sequence_at(row), count)
+    rows.num_computed[select] = counts
     state.note_rows_committed()
     if state.recurrent is not None:
         recurrent.checkpoint(state, batch.rows)
@@ -123,6 +126,8 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
     rows = state.rows
     rows.check_running(sequence, "commit")
     row = sequence.row
+    if rows.num_waiting:
+        branches.require_exact_prompt(state, sequence, rows.tokens_of[row])
     rows.computed_of[row] = rows.tokens_of[row]
     state.note_committed(row)
     if state.recurrent is not None:

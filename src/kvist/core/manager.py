@@ -51,6 +51,8 @@ from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
 
 __all__ = ["CacheCore"]
 
+NO_TOKENS = 0
+
 
 class CacheCore:
     """Decides which blocks of each group hold which tokens.
@@ -82,7 +84,7 @@ class CacheCore:
         reuse: bool = True,
         publish: bool = True,
         num_beams: int = 1,
-        encoder_tokens: int = 0,
+        encoder_tokens: int = NO_TOKENS,
     ) -> Sequence:
         """Admit a prompt: find its longest reusable prefix and allocate every block it needs.
 
@@ -104,7 +106,7 @@ class CacheCore:
         state = self._state
         check_namespace(namespace)
         check_num_beams(num_beams)
-        num_encoder_tokens = as_count(encoder_tokens, "encoder_tokens")
+        num_encoder_tokens = 0 if encoder_tokens is NO_TOKENS else as_count(encoder_tokens, "encoder_tokens")
         admission.check_prompt(state, num_tokens, num_beams, state.rows.num_free, num_encoder_tokens)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
@@ -122,6 +124,7 @@ class CacheCore:
             num_beams=num_beams,
             num_encoder_tokens=num_encoder_tokens,
         )
+        sequence.reuses = bool(reuse) and not num_encoder_tokens
         self._perform_moves([sequence])
         return sequence
 
@@ -211,9 +214,7 @@ class CacheCore:
         if left < 0:
             raise SequenceError(f"rewind: row {row} has {rows.tokens_of[row]} tokens, {n} cannot be taken back")
         rewinding.refuse_open_media(state, sequence, left)
-        if not state.is_plain and not rewinding.can_step_back(state, sequence, left):
-            if not left:
-                raise SequenceError(f"rewind: row {row} cannot go back to no tokens at all: free it")
+        if not state.is_plain and left and not rewinding.can_step_back(state, sequence, left):
             resuming.rewind_anew(state, sequence, left)
         elif left // state.block_size < rows.published_of[row]:
             rewinding.rewind_published(state, sequence, left)
@@ -293,8 +294,9 @@ class CacheCore:
         """
         prompt, num_tokens = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
-        miss, loss = misses.miss_of(self._state, prompt, namespace, match)
-        evicted_s, eviction = (None, "") if loss is None else (self.clock() - loss.at_s, loss.reason)
+        miss = misses.miss_of(self._state, prompt, namespace, match)
+        loss = misses.loss_after(self._state, prompt, namespace, match) if miss == misses.EVICTED else None
+        evicted_s, eviction = (None, "") if loss is None else (self.clock() - loss[0], loss[1])
         if match is None:
             return PrefixMatch(namespace, num_tokens, miss=miss, evicted_s=evicted_s, eviction=eviction)
         return PrefixMatch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
-__all__ = ["MISSES", "NOTHING_MISSED", "Miss", "miss_of"]
+__all__ = ["EVICTED", "MISSES", "loss_after", "miss_of"]
 
 COLD, EVICTED, OTHER_NAMESPACE = "cold", "evicted", "other namespace"
 UNCOMMITTED, UNDER_A_BLOCK, WINDOW = "uncommitted", "under a block", "window"
@@ -26,46 +26,44 @@ less than a block; there, but without what windows or states would need to go on
 MAX_COMPARED = 64
 
 
-class Miss(NamedTuple):
-    """Why a match ends where it does: the class, empty if nothing more could be found, and the eviction, if any."""
-
-    reason: str
-    loss: Loss | None = None
-
-
-NOTHING_MISSED = Miss("")
-
-
-def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> Miss:
-    """Class the miss at the end of a match of all of a prompt but its last token."""
-    position = 0 if match is None else match.position
-    num_partial = 0 if match is None else match.num_partial_tokens
-    limit, block_bytes = len(prompt) - TOKEN_BYTES, state.tree.block_bytes
+def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> str:
+    """Class the miss at the end of a match of all of a prompt but its last token; empty if nothing is missing."""
+    position, num_partial, limit = 0, 0, len(prompt) - TOKEN_BYTES
+    if match is not None:
+        position, num_partial = match.position, match.num_partial_tokens
+        if match.known > position:
+            return WINDOW
     if position + num_partial * TOKEN_BYTES >= limit:
-        return NOTHING_MISSED
-    if match is not None and match.known > position:
-        return Miss(WINDOW)
-    key = bytes(prompt[position : position + block_bytes])
+        return ""
     if match is None or match.child is None:
-        loss = state.tree.loss(namespace, match, key)
-        if loss is not None:
-            return Miss(EVICTED, loss)
-        if _is_uncommitted(state, namespace, match, key, num_partial):
-            return Miss(UNCOMMITTED)
+        if loss_after(state, prompt, namespace, match) is not None:
+            return EVICTED
+        if state.rows.num_running and _is_uncommitted(state, prompt, namespace, match):
+            return UNCOMMITTED
+    block_bytes = state.tree.block_bytes
     if position + block_bytes > limit:
-        return Miss(UNDER_A_BLOCK)
-    if not position and state.tree.is_first_elsewhere(key, namespace):
-        return Miss(OTHER_NAMESPACE)
-    return Miss(COLD)
+        return UNDER_A_BLOCK
+    if not position and state.tree.is_first_elsewhere(bytes(prompt[:block_bytes]), namespace):
+        return OTHER_NAMESPACE
+    return COLD
 
 
-def _is_uncommitted(state: CacheState, namespace: Namespace, match: Match | None, key: bytes, num_partial: int) -> bool:
+def loss_after(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> Loss | None:
+    """Return the eviction of what followed a match that ends with an extent, if it is remembered."""
+    position, block_bytes = 0 if match is None else match.position, state.tree.block_bytes
+    if match is None or match.extent.parent is None:
+        return state.tree.root_losses.get((namespace, bytes(prompt[position : position + block_bytes])))
+    lost = match.extent.lost
+    return lost.get(bytes(prompt[position : position + block_bytes])) if lost else None
+
+
+def _is_uncommitted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:
     """Say whether a running sequence goes on from the match with tokens that are not committed yet."""
     rows = state.rows
-    if rows.num_free == len(rows.sequences):
-        return False
-    num_blocks = 0 if match is None else match.position // state.tree.block_bytes
-    start, least = num_blocks * state.block_size, num_partial * TOKEN_BYTES
+    position, num_partial = (0, 0) if match is None else (match.position, match.num_partial_tokens)
+    num_blocks, least = position // state.tree.block_bytes, num_partial * TOKEN_BYTES
+    start = num_blocks * state.block_size
+    key = bytes(prompt[position : position + state.tree.block_bytes])
     same_place = np.flatnonzero((rows.num_published == num_blocks) & (rows.num_tokens > start + num_partial))
     for row in same_place[:MAX_COMPARED].tolist():
         sequence = rows.sequence_at(row)

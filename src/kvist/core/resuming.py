@@ -65,7 +65,7 @@ def _readmit(state: CacheState, sequence: Sequence, tokens: bytes, num_computed:
     state.require_rows(1, state.rows.num_free)
     limit = num_computed * TOKEN_BYTES
     match = None
-    if sequence.publishes and limit:
+    if sequence.reuses and limit:
         match = admission.match_prompt(state, tokens, sequence.namespace, limit)
     admission.admit(
         state,

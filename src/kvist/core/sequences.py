@@ -75,6 +75,7 @@ class Sequence:
         "num_shared_tokens",
         "publishes",
         "retention",
+        "reuses",
         "row",
     )
 
@@ -84,6 +85,7 @@ class Sequence:
         self.namespace = namespace
         self._extent = extent
         self.publishes = publishes
+        self.reuses = True
         self.num_cached_tokens = 0
         self.leader: Sequence | None = None
         self.num_prompt_tokens = 0
@@ -162,8 +164,8 @@ class Sequence:
 
     @property
     def block_ids(self) -> NDArray[np.int32]:
-        """A copy of its block ids, int32 `[num_blocks]` (first group)."""
-        return self._rows.block_table[0, self._live_row(), : self.num_blocks].copy()
+        """A copy of its block ids in the first group, int32 `[columns]`; see `group_blocks`."""
+        return self.group_blocks(0)
 
     @property
     def tokens(self) -> TokenArray:
@@ -307,6 +309,11 @@ class SequenceRows:
         """Rows that no sequence has."""
         return len(self._free_rows)
 
+    @property
+    def num_running(self) -> int:
+        """Rows that a sequence has."""
+        return len(self.sequences) - len(self._free_rows)
+
     def free_rows(self) -> list[int]:
         """List the rows that no sequence has."""
         return list(self._free_rows)
@@ -382,7 +389,7 @@ class SequenceRows:
 
     def check_live(self, sequence: Sequence, call: str) -> None:
         """Raise unless it is a live sequence of this manager."""
-        if not isinstance(sequence, Sequence):
+        if type(sequence) is not Sequence:
             raise ArgumentTypeError(f"{call}: expected a Sequence, got {type(sequence).__name__}")
         if sequence.row < 0:
             raise SequenceError(f"{call}: the sequence has been freed")

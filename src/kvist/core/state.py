@@ -52,6 +52,7 @@ class CacheState:
         self.spans = spans_of(config)
         self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
         self.pool_of = list(config.pool_of)
+        self._first_group = [self.pool_of.index(pool) for pool in range(len(self.pools))]
         self.group_pools = [self.pools[pool] for pool in self.pool_of]
         self.has_full = self.spans[0].kind == "full"
         self.is_plain = self.has_full and len(self.spans) == 1
@@ -186,19 +187,26 @@ class CacheState:
 
     def require(self, needs: list[int], match: Match | None = None) -> None:
         """Raise OutOfBlocks unless so many blocks of each pool could be had without what the match would hold."""
-        for pool, needed in zip(self.pools, needs, strict=True):
-            if needed > pool.num_free:
-                break
-        else:
-            return
-        self.slide()
-        self.publish_committed()
-        self._expire_pins()
         for index, needed in enumerate(needs):
             if needed > self.pools[index].num_free:
-                self._require_evictable(index, needed, match)
+                self._require_evictable(needs, match)
+                return
 
-    def _require_evictable(self, index: int, needed: int, match: Match | None) -> None:
+    def _require_evictable(self, needs: list[int], match: Match | None) -> None:
+        if self._slides_due:
+            self.slide()
+        if self._any_row_due or self._due_rows:
+            self.publish_committed()
+        if self._expiring_pins:
+            self._expire_pins()
+        most_claimed = 0 if match is None else match.position // self.tree.block_bytes
+        for index, needed in enumerate(needs):
+            pool = self.pools[index]
+            evictable = self.tree.num_evictable if self.is_plain else self.tree.evictable_in(pool)
+            if needed > pool.num_free + evictable - (most_claimed if self.is_plain else pool.num_blocks):
+                self._require_unclaimed(index, needed, match)
+
+    def _require_unclaimed(self, index: int, needed: int, match: Match | None) -> None:
         pool = self.pools[index]
         free, evictable = pool.num_free, self.tree.evictable_in(pool)
         held = pool.num_blocks - free - evictable
@@ -206,7 +214,7 @@ class CacheState:
             evictable -= self.num_claimed(pool, match)
         if needed <= free + evictable:
             return
-        can, group = free + evictable, self.pool_of.index(index)
+        can, group = free + evictable, self._first_group[index]
         raise OutOfBlocks(
             f"group {group} needs {needed} blocks, but only {can} are free or evictable "
             f"({held} held by {self._holders()})",
@@ -275,6 +283,15 @@ class CacheState:
                 holdings.give_own(self, row, keep)
             self.rows.blocks_of[row] = keep
 
+    def own_blocks(self, sequence: Sequence) -> list[set[int]]:
+        """Return the ids of the blocks that are a sequence's own, by group."""
+        published, row = self.rows.published_of[sequence.row], sequence.row
+        own = []
+        for group, span in enumerate(self.spans):
+            start = 0 if span.kind in ("state", "cross") else published
+            own.append(set(self.rows.block_table[group, row, start : self.rows.ends_of[group][row]].tolist()))
+        return own
+
     def end(self, sequence: Sequence, *, publish: bool) -> None:
         """Give back all that a sequence holds: its blocks, its row, its place in the tree; publish first, if asked."""
         row, rows = sequence.row, self.rows
@@ -328,9 +345,10 @@ class CacheState:
         """Evict so that this many blocks of each pool are free; so many must be free or evictable."""
         for index, needed in enumerate(needs):
             pool = self.pools[index]
-            if needed > pool.num_free:
-                self.counters.groups[self.pool_of.index(index)].num_reallocated += needed - pool.num_free
-                self.tree.evict(pool, needed - pool.num_free)
+            missing = needed - pool.num_free
+            if missing > 0:
+                self.counters.groups[self._first_group[index]].num_reallocated += missing
+                self.tree.evict(pool, missing)
 
     def order_move(self, source: int, destination: int, num_tokens: int, group: int = 0) -> None:
         """Order a copy, unless the block already is where it should be."""
@@ -411,7 +429,7 @@ class CacheState:
             self._publish_listed(sequence, start, end)
         else:
             tokens = rows.token_bytes(sequence, start * self.block_size, end * self.block_size)
-            blocks = self._tree_blocks(sequence, start, end)
+            blocks = holdings.as_tree_blocks(self, sequence, start, end)
             sequence._extent = self.tree.insert_unlisted(sequence._extent, tokens, blocks)
             self._adopt(sequence, blocks, start, held=True)
             rows.set_published(sequence, end)
@@ -423,7 +441,8 @@ class CacheState:
             existing, blocks = self._insert(sequence, start, stop, stop * self.block_size, keep)
             if existing:
                 self._rebase(sequence, start, existing, stop, blocks)
-            self._adopt(sequence, blocks[:, existing:], start + existing, held=True)
+            if self.spanned:
+                self._adopt(sequence, blocks[:, existing:], start + existing, held=True)
             self.rows.set_published(sequence, stop)
             start = stop
 
@@ -449,19 +468,18 @@ class CacheState:
             if self.spanned:
                 holdings.adopt(self, blocks[:, existing:], held=False)
             rows.published_of[row] = start = stop
-        sequence._checkpoints.clear()
+        if self.recurrent is not None:
+            sequence._checkpoints.clear()
 
     def _insert(self, sequence: Sequence, start: int, stop: int, end_token: int, keep: Keep) -> tuple[int, Blocks]:
         """Put a row's blocks start .. stop-1 into the tree; returns how many leading ones it did not take, and all."""
         tokens = self.rows.token_bytes(sequence, start * self.block_size, end_token)
-        blocks = self._tree_blocks(sequence, start, stop)
+        if self.is_plain:
+            blocks: Blocks = self.rows.block_table[:, sequence.row, start:stop]
+        else:
+            blocks = holdings.as_tree_blocks(self, sequence, start, stop)
         sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
         return existing, blocks
-
-    def _tree_blocks(self, sequence: Sequence, start: int, stop: int) -> Blocks:
-        if self.is_plain:
-            return self.rows.block_table[:, sequence.row, start:stop]
-        return holdings.as_tree_blocks(self, sequence, start, stop)
 
     def _adopt(self, sequence: Sequence, blocks: Blocks, first: int, *, held: bool) -> None:
         if self.spanned:

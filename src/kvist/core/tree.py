@@ -72,7 +72,7 @@ class PrefixTree:
         self.tick = 0
         self.reason = MADE_ROOM
         self._losses: deque[tuple[Extent, bytes]] = deque()
-        self._root_losses: dict[tuple[Namespace, bytes], Loss] = {}
+        self.root_losses: dict[tuple[Namespace, bytes], Loss] = {}
         self._num_first: dict[bytes, int] = {}
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -479,29 +479,24 @@ class PrefixTree:
 
     def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
         """Remember that what began with `key` below an extent was evicted."""
-        loss = Loss(self._clock(), self.reason)
-        if isinstance(parent, Root):
-            self._root_losses[parent.namespace, key] = loss
+        loss = (self._clock(), self.reason)
+        if parent.parent is None:
+            assert isinstance(parent, Root)
+            self.root_losses[parent.namespace, key] = loss
+        elif parent.lost is None:
+            parent.lost = {key: loss}
         else:
-            if parent.lost is None:
-                parent.lost = {}
             parent.lost[key] = loss
         self._losses.append((parent, key))
         if len(self._losses) > MAX_LOSSES:
             self._forget_loss(*self._losses.popleft())
-        self._note_evicted(num_blocks)
+        self.num_evicted[self.reason] = self.num_evicted.get(self.reason, 0) + num_blocks
 
     def _forget_loss(self, parent: Extent, key: bytes) -> None:
         if isinstance(parent, Root):
-            self._root_losses.pop((parent.namespace, key), None)
+            self.root_losses.pop((parent.namespace, key), None)
         elif parent.lost is not None:
             parent.lost.pop(key, None)
-
-    def loss(self, namespace: Namespace, match: Match | None, key: bytes) -> Loss | None:
-        """Return the eviction of what began with `key` after a match in a namespace, if it is remembered."""
-        if match is None or match.extent.parent is None:
-            return self._root_losses.get((namespace, key))
-        return None if match.extent.lost is None else match.extent.lost.get(key)
 
     def is_first_elsewhere(self, key: bytes, namespace: Namespace) -> bool:
         """Say whether another namespace has a prompt that begins with this block."""
@@ -564,8 +559,9 @@ class PrefixTree:
         parent.children[child.key] = child
         if parent.lost is not None:
             parent.lost.pop(child.key, None)
-        if isinstance(parent, Root):
-            self._root_losses.pop((parent.namespace, child.key), None)
+        if parent.parent is None:
+            assert isinstance(parent, Root)
+            self.root_losses.pop((parent.namespace, child.key), None)
             self._num_first[child.key] = self._num_first.get(child.key, 0) + 1
         parent.num_short_children += len(child.key) < self.block_bytes
         if parent.order is not None:
@@ -582,7 +578,7 @@ class PrefixTree:
         if parent.order is not None:
             parent.order.remove(key)
         extent.parent = None
-        if isinstance(parent, Root):
+        if parent.parent is None:
             self._forget_first(key)
         if parent.children:
             return None

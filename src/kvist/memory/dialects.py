@@ -340,11 +340,13 @@ def left_table(
     block_table: Table,
     held: Held,
     num_sink_blocks: int,
-    num_holes: NDArray[np.int64],
+    num_passed: NDArray[np.int64],
     padding: int,
     out: NDArray[np.int32] | None = None,
 ) -> Table:
-    """Move what follows the holes to the left, int32 `[B, most blocks held]`; `num_holes` `[B]` follow the sinks.
+    """Leave out `num_passed` `[B]` columns after those of the sinks, int32 `[B, most blocks held]`.
+
+    `held` has none of these, and the rest of it moves to the left.
 
     >>> held = np.array([[True, False, False, True], [True, True, False, False]])
     >>> left_table(np.array([[4, 0, 0, 6], [1, 2, 0, 0]], np.int32), held, 1, np.array([2, 0]), padding=-1).tolist()
@@ -355,7 +357,7 @@ def left_table(
     shape = (len(block_table), width)
     table = np.empty(shape, np.int32) if out is None else leading_part(out, np.int32, shape, "compacted: out")
     columns = np.broadcast_to(np.arange(width), shape)
-    sources = columns + np.where(columns >= num_sink_blocks, num_holes[:, None], 0)
+    sources = columns + np.where(columns >= num_sink_blocks, num_passed[:, None], 0)
     taken = np.take_along_axis(block_table, np.minimum(sources, max(block_table.shape[1] - 1, 0)), 1)
     table[:] = np.where(columns < num_held[:, None], taken, padding)
     return table

@@ -86,12 +86,6 @@ class BatchTables:
         return held
 
     @property
-    def num_holes(self) -> NDArray[np.int64]:
-        """Columns, after those of the sinks, whose blocks fell out of span, int64 `[B]`."""
-        holes: NDArray[np.int64] = np.maximum(np.minimum(self.first_blocks, self.num_blocks), self.span.num_sink_blocks)
-        return holes - self.span.num_sink_blocks
-
-    @property
     def indptr(self) -> NDArray[np.int32]:
         """FlashInfer's `kv_indptr`, int32 `[B + 1]`; `flashinfer` makes all of its tables at once."""
         return self.flashinfer().indptr
@@ -212,20 +206,35 @@ class BatchTables:
         )
 
     def compacted(self, *, out: NDArray[np.int32] | None = None) -> Self:
-        """Return the tables without holes: what follows them moves to the left, and `seq_lens` count what is left.
+        """Return the tables without the columns that a window has passed: what follows moves to the left.
 
-        Slots stay the same; token t of a sequence, sinks apart, is the one at t - holes * block_size there. Windows of
-        kernels that count from the end still fit where there are no sinks. `out` takes the block table, int32.
+        Holes are gone, and blocks that no query token needs though they have not been given back. `seq_lens` count the
+        tokens that are left, and slots stay the same; tokens that are not sinks count from the first of them on, so
+        windows of kernels that count from the end still fit where there are no sinks. `out` takes the block table,
+        int32.
         """
         self._require_tokens("compacted")
-        holes = self.num_holes
+        passed = self._num_passed()
+        held = self.held
+        if self.span.slides:
+            columns = np.arange(held.shape[1])
+            held &= (columns < self.span.num_sink_blocks) | (columns >= self.span.num_sink_blocks + passed[:, None])
         return replace(
             self,
-            block_table=left_table(self.block_table, self.held, self.span.num_sink_blocks, holes, self.padding, out),
-            seq_lens=self.seq_lens - (holes * self.block_size).astype(np.int32),
+            block_table=left_table(self.block_table, held, self.span.num_sink_blocks, passed, self.padding, out),
+            seq_lens=self.seq_lens - (passed * self.block_size).astype(np.int32),
             first_blocks=np.zeros_like(self.first_blocks),
-            num_blocks=self.num_blocks - holes,
+            num_blocks=self.num_blocks - passed,
+            span=Span("full", self.block_size) if self.span.slides else self.span,
         )
+
+    def _num_passed(self) -> NDArray[np.int64]:
+        """Count the columns after those of the sinks that the window of the first query token has passed."""
+        if not self.span.slides:
+            return np.zeros_like(self.num_blocks)
+        first = np.maximum(self.first_blocks, self.span.first_blocks(self.start_lens.astype(np.int64)))
+        passed: NDArray[np.int64] = np.maximum(np.minimum(first, self.num_blocks), self.span.num_sink_blocks)
+        return passed - self.span.num_sink_blocks
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

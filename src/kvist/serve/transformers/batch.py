@@ -138,7 +138,12 @@ class Batch:
 
     def reorder(self, parents: IntArray) -> None:
         """Let row i go on as row `parents[i]`, [B]."""
-        self._manager.reorder(self._rows, parents)
+        names = [row.namespace for row in self._rows]
+        if any(names[row] != names[parent] for row, parent in enumerate(parents)):
+            raise SequenceError("reorder_cache: a row would go on as one whose keys and values are kept apart from it")
+        for name in dict.fromkeys(names):
+            rows = np.array([row for row, its_name in enumerate(names) if its_name == name])
+            self._manager.reorder(self.sequences(rows), np.searchsorted(rows, parents[rows]))
         self.padding = self.padding[parents]
 
     def select(self, rows: IntArray) -> None:
@@ -190,7 +195,7 @@ class Batch:
         if self._has_states:
             ends += [self._next_checkpoint(row, min(ends)) for row in rows.tolist()]
         end = min(ends)
-        return Part(rows[self.padding[rows] < end], start, end) if end <= goal else None
+        return Part(rows[stored[rows] < end], start, end) if end <= goal else None
 
     def _next_checkpoint(self, row: int, end: int) -> int:
         """Return the column before which the manager wants the state of a row next, at most `end`."""
