@@ -6,7 +6,7 @@ Where the facts count n blocks, one of them is the null block, so there are n - 
 
 import numpy as np
 import pytest
-from tests.core.small import cached, ids, moves, small
+from tests.core.small import cached, computed, ids, moves, small
 
 from kvist import OutOfBlocks, SequenceError
 from kvist.core.pool import BlockPool
@@ -111,7 +111,7 @@ def test_M12_taking_tokens_back_gives_their_blocks_back():
 
 @pytest.mark.parametrize(("partial_reuse", "expected"), [(False, 4), (True, 7)])
 def test_M14_a_prompt_that_is_cached_whole_keeps_a_token_to_compute(partial_reuse, expected):
-    """They find 4 of 8 tokens, one block. By copying part of the second block Kvist computes one token and not four."""
+    """Differs: they find 4 of 8 tokens, one block; by copying part of the second, one token is computed, not four."""
     manager = blocks_of_4(15, partial_reuse=partial_reuse)
     left = cached(manager, range(8))
     sequence = manager.add_sequence(range(8))
@@ -174,7 +174,7 @@ def test_M20_usage_goes_from_none_to_all():
 
 
 def test_M23_only_full_blocks_of_the_same_prefix_and_namespace_are_the_same():
-    """They compare 64-bit hashes; here tokens are compared, so two prefixes can never be taken for one."""
+    """Differs: they compare 64-bit hashes; here tokens are compared, and two prefixes can never be taken for one."""
     manager = blocks_of_4(15)
     sequence = manager.add_sequence(range(16))
     manager.commit([sequence], 10)
@@ -183,3 +183,17 @@ def test_M23_only_full_blocks_of_the_same_prefix_and_namespace_are_the_same():
     assert hit(manager, range(17)) == 16  # the other 2 join them
     assert hit(manager, range(4, 9)) == 0  # the second block's tokens with another past
     assert [hit(manager, range(17), namespace=adapter) for adapter in [("A",), ("B",)]] == [0, 0]
+
+
+def test_M30_a_prompt_that_is_preempted_and_comes_back_is_counted_once():
+    """The sizes of the chunks that their scheduler cuts are none of the cache's business; what it counts is."""
+    manager = small(block_size=8, num_blocks=127, partial_reuse=False)
+    cached(manager, range(8))
+    sequence = computed(manager, range(17))
+    for _ in range(2):
+        manager.suspend(sequence)
+        assert manager.resume(sequence) == 1
+        manager.commit([sequence])
+    stats = manager.stats()
+    assert (stats.num_admitted, stats.num_query_tokens, stats.num_hit_tokens) == (2, 8 + 17, 8)
+    assert (stats.num_suspended, stats.num_resumed, stats.num_recomputed_tokens) == (2, 2, 2)

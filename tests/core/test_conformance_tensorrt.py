@@ -7,9 +7,10 @@ reason.
 
 import numpy as np
 import pytest
+from tests.core.layers import grouped, sliding, tables
 from tests.core.small import cached, computed, ids, moves, small
 
-from kvist import ArgumentError, KVCacheManager, OutOfBlocks, Retention, SequenceError
+from kvist import ArgumentError, AttentionSpec, CacheConfig, KVCacheManager, OutOfBlocks, Retention, SequenceError
 from kvist.testing import TokenMemory
 
 
@@ -79,7 +80,7 @@ def test_TRT13_TRT14_TRT15_rewind_returns_the_block_that_the_577th_token_opened(
 
 
 def test_TRT17_every_beam_can_be_rewound_and_taking_nothing_back_does_nothing():
-    """Theirs refuses with more than one beam; here beams are sequences, and each is rewound for itself."""
+    """Differs: theirs refuses with more than one beam; here beams are sequences, and each is rewound for itself."""
     manager = blocks_of_64(80)
     first = manager.add_sequence(range(70), num_beams=4)
     manager.commit([first])
@@ -90,6 +91,43 @@ def test_TRT17_every_beam_can_be_rewound_and_taking_nothing_back_does_nothing():
     assert manager.digest() == before
     with pytest.raises(SequenceError, match="70 tokens"):
         manager.rewind(first, 71)
+
+
+# -- B: windows -------------------------------------------------------------------------------------------------------
+
+
+def test_TRT27_TRT29_prompts_over_two_windows_are_published_and_found_again():
+    """Differs: theirs stores nothing of a sequence that has filled the smaller window, and finds 0 tokens the first
+    time and 3 the second; here 8 of its 9 tokens stay, and what was computed before is always found.
+    """
+    manager = grouped([sliding(16), sliding(8), sliding(16), sliding(8)], num_blocks=16, partial_reuse=True)
+    first = computed(manager, range(7))
+    assert manager.num_blocks == 32
+    assert [len(table) for table in tables(manager, first)] == [2, 2]
+    manager.append([first], [[7, 8]])
+    assert [len(table) for table in tables(manager, first)] == [3, 3]
+    manager.commit([first], 8)
+    manager.free(first)
+    assert manager.num_free_blocks == 32
+    assert hit(manager, range(9)) == 8
+    for found in (0, 3):
+        again = computed(manager, [20, 21, 22, 23])
+        assert (again.num_cached_tokens, again.num_blocks) == (found, 2)
+        manager.free(again)
+
+
+@pytest.mark.parametrize("sink_tokens", [4, 5])
+def test_TRT26_sinks_that_fill_no_block_do_not_end_reuse(sink_tokens):
+    """Differs: theirs gives reuse up where unused positions follow the sinks; here a window with sinks has none."""
+    manager = grouped([sliding(8, sink_tokens)], num_blocks=16)
+    sequence = computed(manager, range(24))
+    num_sink_blocks = -(-sink_tokens // 4)
+    [table] = tables(manager, sequence)
+    assert [block < 0 for block in table] == [num_sink_blocks <= column < 4 for column in range(6)]
+    manager.free(sequence)
+    again = manager.add_sequence(range(25))
+    assert again.num_cached_tokens == 24
+    assert tables(manager, again)[0][:6] == table
 
 
 # -- C: reuse and partial reuse ---------------------------------------------------------------------------------------
@@ -114,8 +152,8 @@ def test_TRT35_content_that_is_there_already_is_not_stored_again():
 
 
 def test_TRT36_TRT37_TRT38_a_partly_filled_block_is_copied_for_each_that_needs_it():
-    """Theirs gives the block itself to the first that matches, and the second finds 8 tokens. Here both copy from it,
-    and it stays: 9 and 10 tokens.
+    """Differs: theirs gives the block itself to the first that matches, and the second finds 8 tokens. Here both copy
+    from it, and it stays: 9 and 10 tokens.
     """
     manager = small(block_size=4, num_blocks=8)
     release(manager, manager.add_sequence(range(9)), [9, 10])
@@ -172,6 +210,21 @@ def test_TRT66_blocks_without_content_go_before_cached_ones():
     assert other.num_cached_tokens == 0
     assert manager.stats().num_evicted_blocks == 0
     assert hit(manager, range(5)) == 4
+
+
+def test_TRT68_a_block_of_priority_0_stays_while_its_child_does():
+    """They send the child to a second tier, which there is none of here: it is gone."""
+    manager = small(block_size=4, num_blocks=4)
+    first = computed(manager, range(12), retention=Retention([(4, 8, 0, None)]))
+    manager.add_sequence(range(100, 104))
+    assert manager.num_free_blocks == 0
+    manager.free(first)
+    assert manager.num_free_blocks == 3
+    found = []
+    for _ in range(3):
+        manager.evict(1)
+        found.append(hit(manager, range(13)))
+    assert found == [8, 4, 0]
 
 
 def test_TRT73_what_was_released_first_is_evicted_first():
@@ -282,6 +335,65 @@ def test_TRT107_prompt_and_generated_tokens_need_what_is_allocated_and_what_is_t
     assert sequence.num_blocks + manager.blocks_needed_to_completion(sequence, 128) == expected
 
 
+def test_TRT107_a_window_changes_nothing_in_what_a_request_is_given_over_time():
+    """They count 18 with a window widened for the prefill; here the window holds a prompt until it is committed."""
+    manager = grouped([sliding(128)], block_size=64)
+    sequence = computed(manager, range(1024))
+    assert manager.stats().groups[0].num_allocated_blocks == 16
+    assert 16 + manager.blocks_needed_to_completion(sequence, 128) == 18
+
+
+@pytest.mark.parametrize(("num_tokens", "num_beams", "expected"), [(13, 1, 2), (13, 4, 5), (16, 4, 2), (60, 4, 7 + 4)])
+def test_a_first_step_takes_the_full_blocks_once_and_the_rest_for_each_beam(num_tokens, num_beams, expected):
+    manager = small(block_size=8, num_blocks=64)
+    assert manager.forecast().add(num_tokens, num_beams=num_beams).free_blocks == 64 - expected
+    manager.add_sequence(range(num_tokens), num_beams=num_beams)
+    assert manager.num_free_blocks == 64 - expected
+
+
+@pytest.mark.parametrize(
+    ("num_beams", "num_generated", "lookahead", "num_draft_tokens", "expected"),
+    [(4, 3, 1, 0, 0), (4, 4, 1, 0, 4), (4, 3, 2, 0, 4), (1, 3, 1, 5, 1), (1, 3, 2, 5, 2)],
+)
+def test_a_next_step_takes_blocks_where_any_beam_crosses_a_boundary(
+    num_beams, num_generated, lookahead, num_draft_tokens, expected
+):
+    """A prompt of 13 in blocks of 8, and what was generated after it, the last token of that still to be computed."""
+    manager = small(block_size=8, num_blocks=64)
+    first = manager.add_sequence(range(13), num_beams=num_beams)
+    manager.commit([first])
+    beams = first.beams
+    manager.append(beams, [[7] * (num_generated - 1)] * num_beams)
+    needed = [manager.blocks_needed_next_step(beam, lookahead, num_draft_tokens=num_draft_tokens) for beam in beams]
+    assert sum(needed) == expected
+    before = manager.num_free_blocks
+    manager.append(beams, [[7] * lookahead * (1 + num_draft_tokens)] * num_beams)
+    assert before - manager.num_free_blocks == expected
+
+
+def test_to_completion_a_request_takes_its_prompt_once_and_its_answers_for_each_beam():
+    """A prompt of 13 in blocks of 8, 20 new tokens, 4 beams: 17 blocks, of which admission takes 1 and 4."""
+    manager = small(block_size=8, num_blocks=64)
+    first = manager.add_sequence(range(13), num_beams=4)
+    manager.commit([first])
+    beams = first.beams
+    assert 64 - manager.num_free_blocks == 5
+    assert sum(manager.blocks_needed_to_completion(beam, 20) for beam in beams) == 12
+    manager.append(beams, [[7] * 20] * 4)
+    assert 64 - manager.num_free_blocks == 17
+
+
+def test_TRT125_memory_is_a_bound():
+    """Differs: theirs may take a little more than it was given, 5,619,712 bytes for 8 layers; here that is the most."""
+    layers = [AttentionSpec(8, 64), *[AttentionSpec(8, 64, sliding_window=128)] * 7]
+    config = CacheConfig(layers, block_size=32, memory=5_619_712, max_sequence_length=1024)
+    config.validate()
+    taken = sum(
+        group.block_bytes * num_blocks for group, num_blocks in zip(config.groups, config.group_num_blocks, strict=True)
+    )
+    assert 5_619_712 - sum(group.block_bytes for group in config.groups) < taken <= 5_619_712
+
+
 # -- G: partial copies ------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +416,46 @@ def test_TRT79_TRT80_TRT81_three_tokens_of_a_block_in_use_are_copied_and_no_more
 
 
 # -- J: the tree ------------------------------------------------------------------------------------------------------
+
+
+def test_TRT108_TRT109_a_chain_is_there_as_long_as_its_head_and_goes_from_its_end():
+    """Differs: theirs may take the head of a chain out first, and keeps a node for it; here nobody can ask for that."""
+    manager = small(block_size=4, num_blocks=8)
+    head = computed(manager, range(4))
+    cached(manager, range(8))
+    assert manager.stats().num_extents == 2
+    assert manager.evict(8) == 1
+    assert (manager.stats().num_extents, hit(manager, range(9))) == (1, 4)
+    manager.free(head)
+    assert manager.evict(8) == 1
+    assert (manager.stats().num_extents, hit(manager, range(9))) == (0, 0)
+
+
+def test_TRT110_two_windows_share_one_place_which_ends_with_the_first_that_loses_its_block():
+    """Differs: theirs keeps the place until both have lost it; nothing could hit it, so here it goes at once."""
+    manager = grouped([sliding(8), sliding(4)], num_blocks=[8, 1])
+    cached(manager, range(4))
+    assert (manager.stats().num_extents, hit(manager, range(5))) == (1, 4)
+    manager.free(manager.add_sequence([9]))
+    assert (manager.stats().num_extents, manager.stats().num_evictable_blocks) == (0, 0)
+    assert hit(manager, range(5)) == 0
+
+
+def test_TRT111_a_block_that_holds_other_content_is_found_under_that_alone():
+    manager = small(block_size=4, num_blocks=1)
+    [block] = cached(manager, range(4))
+    assert cached(manager, range(10, 14)) == [block]
+    assert (hit(manager, range(5)), hit(manager, range(10, 15))) == (0, 4)
+    assert manager.stats().num_extents == 1
+
+
+def test_TRT114_dropping_what_two_continue_from_drops_all_three():
+    manager = small(block_size=4, num_blocks=8)
+    for last in (1, 2):
+        cached(manager, [*range(4), *[last] * 4])
+    assert manager.stats().num_extents == 3
+    assert manager.drop(namespace=()) == 3
+    assert (manager.stats().num_extents, manager.num_free_blocks) == (0, 8)
 
 
 def test_TRT112_all_of_a_partly_filled_block_is_found_as_a_part_of_one():

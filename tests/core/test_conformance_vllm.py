@@ -7,7 +7,7 @@ with the reason.
 
 import numpy as np
 import pytest
-from tests.core.small import cached, computed, ids, small
+from tests.core.small import cached, computed, ids, refused, small
 
 from kvist import OutOfBlocks, SequenceError
 from kvist.core.pool import BlockPool
@@ -87,7 +87,7 @@ def test_V9_without_reuse_nothing_is_found_and_nothing_stays():
 
 
 def test_V11_reset_is_refused_while_requests_run_and_forgets_everything_after():
-    """Theirs returns False; an error that names the rows cannot be taken for success."""
+    """Differs: theirs returns False; an error that names the rows cannot be taken for success."""
     manager = blocks_of_16()
     sequences = [computed(manager, COMMON + [3] * 7), computed(manager, COMMON + [4] * 5)]
     with pytest.raises(SequenceError, match="2 sequences run"):
@@ -101,7 +101,7 @@ def test_V11_reset_is_refused_while_requests_run_and_forgets_everything_after():
 
 
 def test_V12_more_than_the_pool_has_is_refused_and_takes_nothing():
-    """Theirs takes blocks that are hit out of the middle of the queue; here free blocks hold nothing to hit."""
+    """Differs: theirs takes blocks that are hit out of the queue's middle; here free blocks hold nothing to hit."""
     pool = BlockPool(5)
     with pytest.raises(AssertionError, match="6 blocks asked of a pool with 5 free"):
         pool.take(6)
@@ -126,7 +126,7 @@ def test_V14_blocks_given_in_one_go_come_in_that_order_however_many_at_a_time():
 
 
 def test_V15_two_blocks_of_one_content_become_one():
-    """Theirs keeps both under one key, and returns the first; here the second sequence moves to the first's block."""
+    """Differs: theirs keeps both and returns the first; here the second sequence moves to the first's block."""
     manager = blocks_of_16()
     first, second = (manager.add_sequence(COMMON) for _ in range(2))
     assert not set(ids(first)) & set(ids(second))
@@ -150,7 +150,7 @@ def test_V18_decoding_takes_a_block_when_one_is_full_and_makes_it_reusable_when_
 
 @pytest.mark.parametrize(("partial_reuse", "expected"), [(False, [32, 32]), (True, [32, 39])])
 def test_V21_of_forty_tokens_only_whole_blocks_are_found_while_they_are_held(partial_reuse, expected):
-    """Theirs can never reuse the last 8; here they are copied, too, once the first sequence has ended."""
+    """Differs: theirs can never reuse the last 8; here they are copied, too, once the first sequence has ended."""
     manager = blocks_of_16(partial_reuse=partial_reuse)
     first = computed(manager, range(40))
     found = [hit(manager, range(40))]
@@ -162,7 +162,7 @@ def test_V21_of_forty_tokens_only_whole_blocks_are_found_while_they_are_held(par
 
 
 def test_V30_the_same_salt_finds_three_blocks_and_another_finds_none():
-    """Theirs mixes the salt into the first block's hash; a namespace of its own separates every block."""
+    """Differs: theirs mixes the salt into the first block's hash; a namespace of its own separates every block."""
     manager = blocks_of_16()
     cached(manager, COMMON, namespace=("salt1",))
     prompt = [*COMMON, 5]
@@ -182,8 +182,9 @@ def test_V31_a_block_is_its_tokens_and_all_tokens_before_it():
 
 
 def test_V69_two_equal_prompts_of_one_step_are_computed_twice_and_stored_once():
-    """Theirs lets the second hit what the first has yet to compute; here nothing can be hit before it is written, so
-    that a step that fails leaves nothing wrong behind. From the next step on they share, which theirs never do.
+    """Differs: theirs lets the second hit what the first has yet to compute; here nothing can be hit before it is
+    written, so that a step that fails leaves nothing wrong behind. From the next step on they share, which theirs never
+    do.
     """
     manager = blocks_of_16(14)
     first, second = (manager.add_sequence(range(100)) for _ in range(2))
@@ -197,3 +198,38 @@ def test_V69_a_conversation_of_300_tokens_computes_the_rest_of_its_last_block():
     manager = blocks_of_16(20)
     cached(manager, range(300))
     assert 300 - manager.add_sequence(range(300)).num_cached_tokens == 300 % 16 == 12
+
+
+def test_V66_the_first_goes_on_when_the_second_is_suspended_and_that_one_gets_its_late_token_when_it_is_back():
+    """Differs: theirs appends a late token to a preempted request at once; here the sequence has no row to append to,
+    and computes again one block of its five, since the four others are still there.
+    """
+    manager = blocks_of_16(reuse=True)
+    first, second = computed(manager, range(80)), computed(manager, range(100, 180))
+    with refused(manager, OutOfBlocks, "needs 1 blocks, but only 0"):
+        manager.append([first], np.array([7]))
+    manager.suspend(second)
+    manager.append([first], np.array([7]))
+    manager.commit([first])
+    with refused(manager, SequenceError):
+        manager.append([second], np.array([8]))
+    manager.free(first)
+    assert manager.resume(second) == 16
+    assert (second.num_tokens, second.num_computed_tokens) == (80, 64)
+    manager.append([second], np.array([8]))
+    assert second.tokens.tolist() == [*range(100, 180), 8]
+
+
+def test_V68_the_lower_of_two_is_suspended_and_comes_back_with_all_of_its_tokens():
+    """Differs: theirs computes all 32 tokens again; here the block that was not needed meanwhile is found."""
+    manager = blocks_of_16(4)
+    higher, lower = computed(manager, range(30)), computed(manager, range(100, 132))
+    assert manager.num_free_blocks == 0
+    manager.append([higher], [[1, 2]])
+    with refused(manager, OutOfBlocks, "row 0 with 2, row 1 with 2"):
+        manager.append([higher], np.array([3]))
+    manager.suspend(lower)
+    manager.append([higher], np.array([3]))
+    manager.free(higher)
+    assert manager.resume(lower) == 16
+    assert (lower.num_tokens, lower.num_computed_tokens) == (32, 16)

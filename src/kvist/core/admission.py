@@ -12,7 +12,7 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
 
-__all__ = ["admit", "check_prompt", "extent_of", "match_prompt", "prompt_needs"]
+__all__ = ["admit", "check_prompt", "extent_of", "match_prompt", "most_needs", "prompt_needs"]
 
 
 def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int, num_encoder_tokens: int) -> None:
@@ -24,7 +24,7 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
         raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {longest}")
     if num_encoder_tokens:
         _check_encoder(state, num_encoder_tokens)
-    needs = prompt_needs(state, num_tokens, 0, num_beams, num_encoder_tokens)
+    needs = most_needs(state, num_tokens, num_beams, num_encoder_tokens)
     for index, pool in enumerate(state.pools):
         if needs[index] > pool.num_blocks:
             raise NeverFits(
@@ -43,18 +43,32 @@ def _check_encoder(state: CacheState, num_encoder_tokens: int) -> None:
 
 
 def prompt_needs(
-    state: CacheState, num_tokens: int, num_reused: int, num_beams: int, num_encoder_tokens: int
+    state: CacheState, num_tokens: int, num_cached: int, num_beams: int, num_encoder_tokens: int
 ) -> list[int]:
-    """Count the blocks by pool that a prompt must be given, of which `num_reused` whole blocks are cached."""
+    """Count the blocks by pool that a prompt must be given, of which `num_cached` tokens are cached."""
     block_size = state.block_size
-    num_columns = num_tokens // block_size - num_reused + (num_beams if num_tokens % block_size else 0)
+    num_columns = num_tokens // block_size - num_cached // block_size + (num_beams if num_tokens % block_size else 0)
     if state.is_plain:
         return [num_columns]
     needs = state.column_needs(num_columns)
+    if state.max_chunk_tokens:
+        num_later = -(-num_tokens // block_size) - state.chunk_end(num_tokens, num_cached)
+        for group in state.sliding:
+            needs[state.pool_of[group.index]] -= num_later
     if state.recurrent is not None:
         needs[state.pool_of[state.recurrent.index]] += num_beams
     if state.cross is not None:
-        needs[state.pool_of[state.cross]] += -(-num_encoder_tokens // state.block_size)
+        needs[state.pool_of[state.cross]] += -(-num_encoder_tokens // block_size)
+    return needs
+
+
+def most_needs(state: CacheState, num_tokens: int, num_beams: int, num_encoder_tokens: int) -> list[int]:
+    """Count the blocks by pool that a prompt holds at most while it is computed, with nothing cached."""
+    needs = prompt_needs(state, num_tokens, 0, num_beams, num_encoder_tokens)
+    if state.max_chunk_tokens:
+        num_columns, at_first = -(-num_tokens // state.block_size), state.chunk_end(num_tokens, 0)
+        for group in state.sliding:
+            needs[state.pool_of[group.index]] += min(num_columns, state.most_columns(group)) - at_first
     return needs
 
 
@@ -89,8 +103,11 @@ def admit(
     """
     rows, tree, block_bytes = state.rows, state.tree, state.tree.block_bytes
     num_tokens = len(prompt) // TOKEN_BYTES
-    num_blocks, num_reused = -(-len(prompt) // block_bytes), match.position // block_bytes if match else 0
-    needs = prompt_needs(state, num_tokens, num_reused, num_beams, num_encoder_tokens)
+    num_blocks, num_reused, num_cached = -(-len(prompt) // block_bytes), 0, 0
+    if match is not None:
+        num_reused = match.position // block_bytes
+        num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
+    needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
     state.require(needs, match)
     sources = _sources(match) if match and match.source else None
     miss = "" if resumed else miss_of(state, prompt, namespace, match)
@@ -112,8 +129,8 @@ def admit(
             state.make_room(needs)
         rows.block_table[0, sequence.row, num_reused:num_blocks] = pool.take(num_blocks - num_reused)
     else:
-        _fill_groups(state, sequence, match, needs, num_encoder_tokens)
-    num_cached = _note_cached(state, sequence, match, sources, num_reused)
+        _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
+    _note_cached(state, sequence, match, sources, num_reused)
     if resumed is None:
         sequence.num_cached_tokens = num_cached
     if num_beams > 1:
@@ -144,7 +161,8 @@ def _count_blocks(
         elif span.kind == "cross":
             reused, new = 0, rows.ends_of[index][row]
         else:
-            reused, new = num_reused - rows.firsts_of[index][row], num_new
+            reused = num_reused - rows.firsts_of[index][row]
+            new = num_new - num_blocks + rows.ends_of[index][row]
         if is_prompt:
             counters.admit(reused, new)
         else:
@@ -152,14 +170,19 @@ def _count_blocks(
 
 
 def _fill_groups(
-    state: CacheState, sequence: Sequence, match: Match | None, needs: list[int], num_encoder_tokens: int
+    state: CacheState,
+    sequence: Sequence,
+    match: Match | None,
+    needs: list[int],
+    num_cached: int,
+    num_encoder_tokens: int,
 ) -> None:
     """Give a row what it must have besides what it reuses, in every group."""
     row, rows = sequence.row, state.rows
     start, end = rows.published_of[row], rows.blocks_of[row]
     checkpoint = _checkpoint(state, match)
     state.make_room(needs)
-    state.fill(row, start, end)
+    state.fill(row, start, end, num_computed=num_cached)
     if state.recurrent is not None:
         recurrent.give_row_a_state(state, row)
         if checkpoint is not None:
@@ -218,20 +241,17 @@ def _sources(match: Match) -> Blocks:
 
 def _note_cached(
     state: CacheState, sequence: Sequence, match: Match | None, sources: Blocks | None, num_reused: int
-) -> int:
-    """Count what a new sequence need not compute, order the copies for that, and keep it as the sequence asks."""
-    num_cached = num_reused * state.block_size
+) -> None:
+    """Order the copies of what a new sequence need not compute, and keep that as the sequence asks."""
     if match is not None and sources is not None:
         if state.is_plain:
             destination = state.rows.block_table.item(0, sequence.row, num_reused)
             state.order_move(sources.item(0), destination, match.num_partial_tokens)
         else:
             state.order_column_moves(sources, num_reused, sequence.row, match.num_partial_tokens)
-        num_cached += match.num_partial_tokens
-        state.rows.computed_of[sequence.row] = num_cached
+        state.rows.computed_of[sequence.row] += match.num_partial_tokens
     if sequence.retention is not None and num_reused:
         _keep_reused(state, sequence, num_reused)
-    return num_cached
 
 
 def _keep_reused(state: CacheState, sequence: Sequence, num_reused: int) -> None:

@@ -262,9 +262,9 @@ class TriedForecast(Forecast):
     def _require(self, asked: Asked) -> None:
         state = self._state
         match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
-        num_reused = match.position // state.tree.block_bytes if match else 0
+        num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens if match else 0
         num_tokens = len(asked.tokens) // TOKEN_BYTES
-        needs = admission.prompt_needs(state, num_tokens, num_reused, asked.num_beams, asked.num_encoder_tokens)
+        needs = admission.prompt_needs(state, num_tokens, num_cached, asked.num_beams, asked.num_encoder_tokens)
         state.require(needs, match)
 
     def _ours(self, sequence: Sequence, call: str) -> Sequence:

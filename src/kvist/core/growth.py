@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvist.core import branches, recurrent
+from kvist.core import branches, holdings, recurrent
 from kvist.core.arguments import as_counts
 from kvist.core.moves import Move
 from kvist.core.sequences import Batch, Sequence
@@ -15,7 +15,7 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import NeverFits, SequenceError
 
-__all__ = ["accept", "append_arrays", "append_one_each", "commit_one", "commit_rows", "grow"]
+__all__ = ["accept", "append_arrays", "append_one_each", "commit_one", "commit_rows", "grow", "reserve"]
 
 
 def append_one_each(state: CacheState, batch: Batch, ids: NDArray[np.int32]) -> None:
@@ -72,8 +72,12 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
     if rows.num_waiting and state.recurrent is not None:
         for row, count in zip(batch.rows.tolist(), counts.tolist(), strict=True):
             branches.require_exact_prompt(state, rows.sequence_at(row), count)
+    if state.max_chunk_tokens:
+        _check_chunk(state, batch.rows, counts)
     rows.num_computed[select] = counts
     state.note_rows_committed()
+    if state.max_chunk_tokens and state.sliding:
+        holdings.prepare_chunks(state, batch.rows)
     if state.recurrent is not None:
         recurrent.checkpoint(state, batch.rows)
     if rows.num_waiting:
@@ -126,10 +130,14 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
     rows = state.rows
     rows.check_running(sequence, "commit")
     row = sequence.row
+    if state.max_chunk_tokens:
+        _check_chunk(state, np.array([row]), np.array([rows.tokens_of[row]]))
     if rows.num_waiting:
         branches.require_exact_prompt(state, sequence, rows.tokens_of[row])
     rows.computed_of[row] = rows.tokens_of[row]
     state.note_committed(row)
+    if state.max_chunk_tokens and state.sliding:
+        holdings.prepare_chunks(state, np.array([row]))
     if state.recurrent is not None:
         recurrent.checkpoint(state, np.array([row]))
     if rows.num_waiting:
@@ -159,21 +167,48 @@ def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
 
 
 def _give_columns(state: CacheState, at_rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-    """Put new blocks into a column of each row, in all groups whose tables grow; there must be as many."""
+    """Put new blocks into columns of rows, in all groups whose tables grow; there must be as many.
+
+    A row that lacks earlier columns of a group, being computed in chunks, gets these first, chunk by chunk.
+    """
     table, n = state.rows.block_table, len(at_rows)
     if state.has_full:
         table[0, at_rows, columns] = state.pools[0].take(n)
         state.counters.groups[0].num_allocated += n
     for group in state.linear:
-        table[group.index, at_rows, columns] = group.pool.take(n)
-        state.counters.groups[group.index].num_allocated += n
+        index = group.index
+        rows, at = at_rows, columns
+        if state.max_chunk_tokens and group.span.slides:
+            in_turn = state.rows.ends[index, at_rows] >= state.rows.num_blocks[at_rows]
+            rows, at = at_rows[in_turn], columns[in_turn]
+        table[index, rows, at] = group.pool.take(len(rows))
+        state.counters.groups[index].num_allocated += len(rows)
 
 
 def _note_columns(state: CacheState, at_rows: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
     """Note how many columns the rows have now."""
-    state.rows.num_blocks[at_rows] = num_blocks
+    before = state.rows.num_blocks[at_rows]
     for group in state.linear:
-        state.rows.ends[group.index, at_rows] = num_blocks
+        ends = state.rows.ends[group.index]
+        ends[at_rows] = np.where(ends[at_rows] >= before, num_blocks, ends[at_rows])
+    state.rows.num_blocks[at_rows] = num_blocks
+
+
+def reserve(state: CacheState, batch: Batch, num_added: NDArray[np.int64]) -> None:
+    """Give rows capacity for more tokens, and sliding groups what the next chunk of a prompt needs; all or nothing."""
+    if not state.max_chunk_tokens or not state.sliding or not len(batch.rows):
+        grow(state, batch, num_added, "reserve")
+        return
+    rows = state.rows
+    wanted = rows.num_tokens[batch.rows] + num_added
+    _check_length(state, batch.rows, wanted, "reserve")
+    extra = np.maximum(-(-wanted // state.block_size) - rows.num_blocks[batch.rows], 0)
+    needs = state.column_needs(int(extra.sum()))
+    for group, missing in zip(state.sliding, holdings.missing_columns(state, batch.rows).sum(axis=1), strict=True):
+        needs[state.pool_of[group.index]] += int(missing)
+    state.require(needs)
+    grow(state, batch, num_added, "reserve")
+    holdings.prepare_chunks(state, batch.rows)
 
 
 def _check_length(state: CacheState, rows: NDArray[np.int64], wanted: NDArray[np.int64], call: str) -> None:
@@ -181,6 +216,18 @@ def _check_length(state: CacheState, rows: NDArray[np.int64], wanted: NDArray[np
     if (wanted > longest).any():
         at = int(np.flatnonzero(wanted > longest)[0])
         raise NeverFits(f"{call}: row {rows[at]} would have {wanted[at]} tokens, max_sequence_length is {longest}")
+
+
+def _check_chunk(state: CacheState, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    """Raise SequenceError where tokens are said to be computed for which a sliding group had no blocks."""
+    for group in state.sliding:
+        ends = state.rows.ends[group.index, rows] * state.block_size
+        if (counts > ends).any():
+            at = int(np.flatnonzero(counts > ends)[0])
+            raise SequenceError(
+                f"commit: row {rows[at]} cannot have {counts[at]} computed tokens: group {group.index} has blocks for "
+                f"{ends[at]}; compute at most max_chunk_tokens={state.max_chunk_tokens} at a time, see chunk_limit"
+            )
 
 
 def _check_commit(state: CacheState, batch: Batch, counts: NDArray[np.int64]) -> None:

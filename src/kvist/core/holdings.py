@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
 __all__ = [
+    "add_columns",
     "adopt",
     "as_tree_blocks",
     "give_own",
@@ -24,6 +25,8 @@ __all__ = [
     "hold_past",
     "hold_shared",
     "merge",
+    "missing_columns",
+    "prepare_chunks",
     "published_part",
     "release_past",
     "release_shared",
@@ -161,6 +164,45 @@ def show_shared(state: CacheState, row: int, extent: Extent, num_columns: int, n
                 stop = min(num_sinks, end)
                 table[start:stop] = node.blocks[index, : stop - start]
             node = node.parent
+
+
+# -- prompts in chunks ------------------------------------------------------------------------------------------------
+
+
+def missing_columns(state: CacheState, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the columns that rows lack for their next chunk, by sliding group and row, `[num_groups, num_rows]`."""
+    num_columns, computed = state.rows.num_blocks[rows], state.rows.num_computed[rows]
+    assert state.max_chunk_tokens is not None
+    wanted = np.minimum(-(-(computed + state.max_chunk_tokens) // state.block_size), num_columns)
+    ends = state.rows.ends[[group.index for group in state.sliding]][:, rows]
+    missing: NDArray[np.int64] = np.maximum(wanted - ends, 0)
+    return missing
+
+
+def add_columns(state: CacheState, row: int, group: SpannedGroup, num_columns: int) -> None:
+    """Give a row the next blocks of a sliding group; there must be as many."""
+    end = state.rows.ends_of[group.index][row]
+    needs = [0] * len(state.pools)
+    needs[state.pool_of[group.index]] = num_columns
+    state.make_room(needs)
+    state.rows.block_table[group.index, row, end : end + num_columns] = group.pool.take(num_columns)
+    state.rows.ends_of[group.index][row] = end + num_columns
+    state.counters.groups[group.index].num_allocated += num_columns
+
+
+def prepare_chunks(state: CacheState, rows: NDArray[np.int64]) -> None:
+    """Give rows the blocks of sliding groups that their next chunks need, as far as there are any."""
+    missing = missing_columns(state, rows)
+    if not missing.any():
+        return
+    state.slide()
+    for at, row in enumerate(rows.tolist()):
+        for group, wanted in zip(state.sliding, missing[:, at].tolist(), strict=True):
+            can = min(wanted, group.pool.num_free + state.tree.evictable_in(group.pool))
+            if can:
+                add_columns(state, row, group, can)
+    if state.rows.num_waiting:
+        _show_waiting(state)
 
 
 # -- falling out of span ----------------------------------------------------------------------------------------------

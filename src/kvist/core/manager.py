@@ -151,10 +151,11 @@ class CacheCore:
     def reserve(self, sequences: Sequences, n: ArrayLike) -> None:
         """Give sequences capacity for n more tokens than they have, for drafts and multi-step decode.
 
-        `n` is an int, or one for each. Raises as `append` does.
+        `n` is an int, or one for each. With `max_chunk_tokens`, also the blocks of windows for the next chunk of a
+        prompt, which `commit` gives only as far as there are any. Raises as `append` does.
         """
         batch = self._state.rows.batch(sequences, "reserve")
-        growth.grow(self._state, batch, as_counts(n, len(batch.rows), "n"), "reserve")
+        growth.reserve(self._state, batch, as_counts(n, len(batch.rows), "n"))
 
     def commit(self, sequences: Sequences, num_computed_tokens: ArrayLike | None = None) -> None:
         """Say that K and V are written up to `num_computed_tokens` (one for all or one each; default: all tokens).
@@ -273,7 +274,8 @@ class CacheCore:
     def chunk_limit(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens to compute in one forward pass: all, or up to a boundary.
 
-        Models with recurrent states keep them where others may go on, and only if a commit ends there.
+        Models with recurrent states keep them where others may go on, and only if a commit ends there. With
+        `max_chunk_tokens`, windows have blocks for no more than the next chunk; 0 says that `reserve` must get some.
         """
         self._state.rows.check_running(sequence, "chunk_limit")
         return recurrent.chunk_limit(self._state, sequence, as_count(num_tokens, "num_tokens"))

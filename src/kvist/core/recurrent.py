@@ -28,11 +28,17 @@ def checkpoint(state: CacheState, rows: NDArray[np.int64]) -> None:
     for row in rows[at_boundary].tolist():
         sequence = state.rows.sequence_at(row)
         column = state.rows.computed_of[row] // state.block_size - 1
-        if _is_wanted(state, group, sequence, column) and _has_room(state, group):
-            block = group.pool.take(1)
-            sequence._checkpoints.append((column, int(block[0])))
-            working = state.rows.block_table.item(group.index, row, 0)
-            state.order_move(working, int(block[0]), state.block_size, group.index)
+        if not _is_wanted(state, group, sequence, column):
+            continue
+        if _has_room(state, group):
+            block = int(group.pool.take(1)[0])
+        elif sequence._checkpoints:
+            block = sequence._checkpoints.pop(0)[1]
+        else:
+            continue
+        sequence._checkpoints.append((column, block))
+        working = state.rows.block_table.item(group.index, row, 0)
+        state.order_move(working, block, state.block_size, group.index)
 
 
 def _is_wanted(state: CacheState, group: SpannedGroup, sequence: Sequence, column: int) -> bool:
@@ -44,7 +50,7 @@ def _is_wanted(state: CacheState, group: SpannedGroup, sequence: Sequence, colum
 
 def _boundaries(state: CacheState, sequence: Sequence) -> tuple[int, int]:
     """Return where states are worth keeping besides the regular boundaries: where others may go on from."""
-    return sequence.num_shared_tokens, (sequence.num_prompt_tokens - 1) // state.block_size * state.block_size
+    return sequence.num_shared_tokens, sequence.prompt_boundary * state.block_size
 
 
 def _has_room(state: CacheState, group: SpannedGroup) -> bool:
@@ -57,6 +63,9 @@ def chunk_limit(state: CacheState, sequence: Sequence, num_tokens: int) -> int:
     """Return how many of the next tokens to compute now, so as to stop at the next boundary where a state is kept."""
     group = state.recurrent
     start = state.rows.computed_of[sequence.row]
+    if state.max_chunk_tokens:
+        ends = [state.rows.ends_of[sliding.index][sequence.row] * state.block_size for sliding in state.sliding]
+        num_tokens = max(min(num_tokens, state.max_chunk_tokens, *(end - start for end in ends)), 0)
     end = start + num_tokens
     if group is None:
         return num_tokens

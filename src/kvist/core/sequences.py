@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -183,11 +183,20 @@ class Sequence:
         blocks[span.num_sink_blocks : rows.firsts_of[group][row]] = -1
         return blocks
 
+    @property
+    def prompt_boundary(self) -> int:
+        """Where a hit of its prompt can end, in whole blocks: the last token of a prompt is always computed."""
+        return (self.num_prompt_tokens - 1) // self._rows.block_size
+
     def _keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
-        """Return how its blocks start .. end-1 are to be kept, in runs: (end of the run, how)."""
+        """Return how its blocks start .. end-1 are to be published, in runs: (end of the run, how to keep it)."""
+        boundary = self.prompt_boundary
         if self.retention is None:
-            return ((end, DEFAULT_KEEP),)
-        return self.retention.keeps(start, end, self._rows.block_size, self.num_prompt_tokens)
+            if self._rows.is_plain or not start < boundary < end:
+                return ((end, DEFAULT_KEEP),)
+            return ((boundary, DEFAULT_KEEP), (end, DEFAULT_KEEP))
+        runs = self.retention.keeps(start, end, self._rows.block_size, self.num_prompt_tokens)
+        return runs if self._rows.is_plain else _cut_at(boundary, start, runs)
 
     def _live_row(self) -> int:
         if self.row < 0:
@@ -240,6 +249,15 @@ class RowState:
     publishes: bool
     num_prompt_tokens: int
     retention: Retention | None
+
+
+def _cut_at(boundary: int, start: int, runs: Iterable[tuple[int, Keep]]) -> Iterator[tuple[int, Keep]]:
+    """Yield runs of blocks from `start` on, of which none goes on across the boundary."""
+    for end, keep in runs:
+        if start < boundary < end:
+            yield boundary, keep
+        yield end, keep
+        start = end
 
 
 class SequenceRows:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvist.core.extents import Extent
 from kvist.core.groups import Span
 from kvist.core.pool import BlockPool
+from kvist.core.tokens import TOKEN_BYTES
 
 __all__ = ["SpannedGroup"]
 
@@ -20,8 +21,8 @@ class SpannedGroup:
     """What the tree keeps of one group whose sequences hold a bounded number of blocks.
 
     `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
-    tree's blocks that nobody has. The blocks at the end of an extent make all longer prefixes reachable; the others,
-    its spare ones, only those that end inside it, so they go first.
+    tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, and
+    those at its middle are what is left to go on from when its tail goes; the others are spare, and go first.
     """
 
     __slots__ = ("_max_spare", "_num_offers", "_spare", "bit", "index", "num_evictable", "pool", "references", "span")
@@ -66,13 +67,27 @@ class SpannedGroup:
 
     # -- what of an extent is needed ----------------------------------------------------------------------------------
 
-    def num_spare_columns(self, extent: Extent) -> int:
-        """Count an extent's leading columns that no prefix needs which ends with it or below it."""
-        num_blocks: int = extent.blocks.shape[1]
+    def spare_columns(self, extent: Extent) -> NDArray[np.intp]:
+        """Return the columns of an extent whose blocks matter least: those in span neither at its end nor its middle.
+
+        What only its holders can reach needs none but theirs.
+        """
+        column = extent.blocks[self.index]
+        present = column >= 0
         if extent.key is None:
-            return num_blocks
-        end = (extent.start + num_blocks) * self.span.block_size
-        return min(max(self.span.first_block(end) - extent.start, 0), num_blocks)
+            return np.flatnonzero(present)
+        num_full = len(extent.tokens) // (TOKEN_BYTES * self.span.block_size)
+        for end in (num_full // 2, num_full):
+            present[self._first_in_span(extent, end) : end] = False
+        present[num_full:] = False
+        present[: max(self.span.num_sink_blocks - extent.start, 0)] = False
+        return np.flatnonzero(present)
+
+    def _first_in_span(self, extent: Extent, end: int) -> int:
+        """Return the first of an extent's columns that is needed to go on after its first `end` ones."""
+        if self.span.kind == "state":
+            return max(self.last_block(extent, extent.start + end) - extent.start, 0)
+        return max(self.span.first_block((extent.start + end) * self.span.block_size) - extent.start, 0)
 
     def last_hole(self, extent: Extent, first: int, end: int) -> int:
         """Return the last of the columns first .. end-1 on the path to an extent that has no block, or -1."""
@@ -152,20 +167,18 @@ class SpannedGroup:
             if extent.last_use > last_use:
                 self.offer(extent, extent.start)
                 continue
-            first = max(self.span.num_sink_blocks - extent.start, 0) if extent.key is not None else 0
-            taken += self._take(extent, first, self.num_spare_columns(extent), wanted - taken)
+            taken += self._take(extent, self.spare_columns(extent), wanted - taken)
             if taken >= wanted:
                 self.offer(extent, extent.start)
         return taken
 
     def take_any(self, extent: Extent, wanted: int) -> int:
         """Give blocks of an extent back that nobody has in span, whoever may miss them; returns how many."""
-        return self._take(extent, 0, extent.blocks.shape[1], wanted)
+        return self._take(extent, np.flatnonzero(extent.blocks[self.index] >= 0), wanted)
 
-    def _take(self, extent: Extent, first: int, end: int, wanted: int) -> int:
-        column = extent.blocks[self.index, first:end]
-        free = np.flatnonzero(column >= 0)
-        free = free[self.references[column[free]] == 0][:wanted]
+    def _take(self, extent: Extent, columns: NDArray[np.intp], wanted: int) -> int:
+        column = extent.blocks[self.index]
+        free = columns[self.references[column[columns]] == 0][:wanted]
         if len(free):
             self.pool.give(column[free])
             column[free] = -1

@@ -56,6 +56,7 @@ class CacheState:
         self.group_pools = [self.pools[pool] for pool in self.pool_of]
         self.has_full = self.spans[0].kind == "full"
         self.is_plain = self.has_full and len(self.spans) == 1
+        self.max_chunk_tokens = config.max_chunk_tokens
         self.spanned = self._spanned_groups()
         self.linear = [group for group in self.spanned if group.span.kind != "state"]
         self.sliding = [group for group in self.spanned if group.span.slides]
@@ -166,6 +167,20 @@ class CacheState:
             needs[self.pool_of[group.index]] += num_columns
         return needs
 
+    def chunk_end(self, num_tokens: int, num_computed: int) -> int:
+        """Return how far a sliding group must have blocks for the next chunk of a sequence, in columns."""
+        chunk = num_tokens if self.max_chunk_tokens is None else self.max_chunk_tokens
+        return -(-min(num_tokens, num_computed + chunk) // self.block_size)
+
+    def most_columns(self, group: SpannedGroup) -> int:
+        """Count the columns that a sequence holds at most in a sliding group: what is in span, and a chunk.
+
+        W tokens in span and C in a chunk are W - 1 + C in a row, which touch one block more than they fill.
+        """
+        span, chunk = group.span, self.max_chunk_tokens or self.rows.max_tokens
+        num_tokens = (span.window or span.chunk_tokens) - 1 + chunk
+        return -(-(num_tokens - 1) // self.block_size) + 1 + span.num_sink_blocks
+
     def require_rows(self, n: int, free_rows: int) -> None:
         """Raise unless n rows are free."""
         if n <= free_rows:
@@ -260,15 +275,22 @@ class CacheState:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def fill(self, row: int, start: int, end: int) -> None:
-        """Give the row new blocks at columns start .. end-1 of all tables that grow; there must be as many."""
-        self.make_room(self.column_needs(end - start))
+    def fill(self, row: int, start: int, end: int, num_computed: int | None = None) -> None:
+        """Give the row new blocks at columns start .. end-1 of all tables that grow; there must be as many.
+
+        Sliding groups get no more than the next chunk after `num_computed` tokens needs, where that is given.
+        """
+        if num_computed is None:
+            self.make_room(self.column_needs(end - start))
         table = self.rows.block_table
         if self.has_full:
             table[0, row, start:end] = self.pools[0].take(end - start)
         for group in self.linear:
-            table[group.index, row, start:end] = group.pool.take(end - start)
-            self.rows.ends_of[group.index][row] = end
+            stop = end
+            if num_computed is not None and self.max_chunk_tokens and group.span.slides:
+                stop = self.chunk_end(self.rows.tokens_of[row], num_computed)
+            table[group.index, row, start:stop] = group.pool.take(stop - start)
+            self.rows.ends_of[group.index][row] = stop
         self.rows.blocks_of[row] = end
 
     def give_row(self, row: int, keep: int) -> None:
@@ -355,9 +377,26 @@ class CacheState:
         if source != destination:
             self.moves.append(Move(source, destination, num_tokens, group))
 
+    def _keep_sources(self, source_blocks: Blocks, column: int, row: int) -> None:
+        """Let groups that draw from one pool exchange new blocks, so that each gets its own source if that is one.
+
+        Sources may have been evicted for this very column: then a copy into one group's must not destroy another's.
+        """
+        growing = [*([0] if self.has_full else []), *(group.index for group in self.linear)]
+        table = self.rows.block_table
+        for group in growing:
+            source = source_blocks.item(group)
+            for other in growing:
+                is_there = self.pool_of[other] == self.pool_of[group] and table.item(other, row, column) == source
+                if other != group and is_there:
+                    table[other, row, column] = table.item(group, row, column)
+                    table[group, row, column] = source
+
     def order_column_moves(self, source_blocks: Blocks, column: int, row: int, num_tokens: int) -> None:
         """Order copies of the first tokens of a block in each group, `source_blocks` `[groups]`, to a row's column."""
         table = self.rows.block_table
+        if len(self.pools) < len(self.spans):
+            self._keep_sources(source_blocks, column, row)
         if self.has_full:
             self.order_move(source_blocks.item(0), table.item(0, row, column), num_tokens)
         for group in self.linear:
@@ -478,7 +517,8 @@ class CacheState:
             blocks: Blocks = self.rows.block_table[:, sequence.row, start:stop]
         else:
             blocks = holdings.as_tree_blocks(self, sequence, start, stop)
-        sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
+        apart = not self.is_plain and start == sequence.prompt_boundary
+        sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep, apart=apart)
         return existing, blocks
 
     def _adopt(self, sequence: Sequence, blocks: Blocks, first: int, *, held: bool) -> None:

@@ -271,8 +271,12 @@ class PrefixTree:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    def insert(self, held: Extent, tokens: bytes, blocks: Blocks, keep: Keep = DEFAULT_KEEP) -> tuple[Extent, int]:
+    def insert(
+        self, held: Extent, tokens: bytes, blocks: Blocks, keep: Keep = DEFAULT_KEEP, *, apart: bool = False
+    ) -> tuple[Extent, int]:
         """Publish content below an extent that the caller holds, and move the hold to the deepest extent of it.
+
+        With `apart`, in an extent of its own, so that what has been there before can be gone on from.
 
         Returns that extent and the number of leading `blocks` whose content was already there: these the tree does not
         take. The last block may be partly filled; then the caller must release the hold at once.
@@ -286,7 +290,8 @@ class PrefixTree:
         is_short = len(rest) < self.block_bytes
         if not rest or ((is_short or extent.num_short_children) and self._is_covered(extent, rest)):
             return extent, -(-len(tokens) // self.block_bytes)
-        return self._extend(extent, rest, blocks[:, existing:], keep, listed=True), existing
+        may_grow = not apart or extent is not held
+        return self._extend(extent, rest, blocks[:, existing:], keep, listed=True, may_grow=may_grow), existing
 
     def insert_unlisted(self, held: Extent, tokens: bytes, blocks: Blocks) -> Extent:
         """Put whole blocks below an extent that the caller holds, for the holders only; move the hold there."""
@@ -307,10 +312,13 @@ class PrefixTree:
             self._remove(child, remember=False)
         return False
 
-    def _extend(self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool) -> Extent:
+    def _extend(
+        self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool, may_grow: bool = True
+    ) -> Extent:
         """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along."""
         self.tick += 1
-        if extent.references == 1 and not extent.hits and extent.keep == keep and self._may_grow(extent, listed):
+        is_alone = may_grow and extent.references == 1 and not extent.hits
+        if is_alone and extent.keep == keep and self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
             extent.tokens += tokens
