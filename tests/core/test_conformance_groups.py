@@ -162,8 +162,8 @@ def test_V43_without_its_last_block_of_full_attention_a_prompt_ends_where_window
     ("layers", "num_tokens", "found"), [([FULL], 48, 32), ([FULL], 37, 32), ([sliding(16)], 37, 32)]
 )
 def test_V45_B087_drafting_costs_no_cached_block(layers, num_tokens, found):
-    """Differs: for draft heads they drop the last block of every hit, 16 tokens, to compute its hidden states again. Here
-    that is the caller's choice: who needs them admits a prompt without its last block and appends that.
+    """Differs: for draft heads they drop the last block of every hit, 16 tokens, to compute its hidden states again;
+    here that is the caller's choice: who needs them admits a prompt without its last block, and appends that.
     """
     manager = grouped(layers, block_size=16)
     cached(manager, range(48))

@@ -22,12 +22,27 @@ class SpannedGroup:
 
     `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
     tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, and
-    those at its middle are what is left to go on from when its tail goes; the others are spare, and go first.
+    those at its middle are what is left to go on from when its tail goes for the sake of another group
+    (`keeps_middle`); the others are spare, and go first.
     """
 
-    __slots__ = ("_max_spare", "_num_offers", "_spare", "bit", "index", "num_evictable", "pool", "references", "span")
+    __slots__ = (
+        "_max_spare",
+        "_num_offers",
+        "_spare",
+        "bit",
+        "index",
+        "keeps_middle",
+        "num_evictable",
+        "pool",
+        "references",
+        "span",
+    )
 
-    def __init__(self, index: int, span: Span, pool: BlockPool, references: NDArray[np.int32]) -> None:
+    def __init__(
+        self, index: int, span: Span, pool: BlockPool, references: NDArray[np.int32], *, keeps_middle: bool
+    ) -> None:
+        self.keeps_middle = keeps_middle
         self.index = index
         self.bit = 1 << index
         self.span = span
@@ -77,7 +92,7 @@ class SpannedGroup:
         if extent.key is None:
             return np.flatnonzero(present)
         num_full = len(extent.tokens) // (TOKEN_BYTES * self.span.block_size)
-        for end in (num_full // 2, num_full):
+        for end in (num_full // 2, num_full) if self.keeps_middle else (num_full,):
             present[self._first_in_span(extent, end) : end] = False
         present[num_full:] = False
         present[: max(self.span.num_sink_blocks - extent.start, 0)] = False

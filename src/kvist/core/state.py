@@ -90,7 +90,9 @@ class CacheState:
                 pool = self.pool_of[index]
                 if pool not in references:
                     references[pool] = np.zeros(self.pools[pool].num_blocks, np.int32)
-                groups.append(SpannedGroup(index, span, self.pools[pool], references[pool]))
+                groups.append(
+                    SpannedGroup(index, span, self.pools[pool], references[pool], keeps_middle=len(self.spans) > 1)
+                )
         return groups
 
     @property
@@ -506,6 +508,8 @@ class CacheState:
                     holdings.merge(self, sequence, start, existing, blocks, held=False)
             if self.spanned:
                 holdings.adopt(self, blocks[:, existing:], held=False)
+                for group in self.spanned:
+                    group.offer(sequence._extent, start + existing)
             rows.published_of[row] = start = stop
         if self.recurrent is not None:
             sequence._checkpoints.clear()
