@@ -96,6 +96,19 @@ def test_TRT17_every_beam_can_be_rewound_and_taking_nothing_back_does_nothing():
 # -- B: windows -------------------------------------------------------------------------------------------------------
 
 
+def test_TRT18_a_window_that_does_not_wrap_takes_one_block_more_and_gives_it_back():
+    """Differs: theirs wraps at 575 tokens and stays at 9 blocks; a window takes the tenth before the first can go."""
+    manager = grouped([sliding(575)], block_size=64, num_blocks=80, reuse=False)
+    sequence = computed(manager, range(575))
+    free = [manager.num_free_blocks]
+    for num_tokens in (1, 1, 61, 1):
+        manager.append([sequence], [[7] * num_tokens])
+        manager.commit([sequence])
+        free.append(manager.num_free_blocks)
+    manager.free(sequence)
+    assert [*free, manager.num_free_blocks] == [71, 71, 70, 71, 71, 80]
+
+
 def test_TRT27_TRT29_prompts_over_two_windows_are_published_and_found_again():
     """Differs: theirs stores nothing of a sequence that has filled the smaller window, and finds 0 tokens the first
     time and 3 the second; here 8 of its 9 tokens stay, and what was computed before is always found.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvist.core import branches, holdings, recurrent
+import numpy as np
+
+from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.misses import miss_of
 from kvist.core.retention import Retention
@@ -46,13 +48,17 @@ def prompt_needs(
     state: CacheState, num_tokens: int, num_cached: int, num_beams: int, num_encoder_tokens: int
 ) -> list[int]:
     """Count the blocks by pool that a prompt must be given, of which `num_cached` tokens are cached."""
-    block_size = state.block_size
-    num_columns = num_tokens // block_size - num_cached // block_size + (num_beams if num_tokens % block_size else 0)
+    block_size, num_columns = state.block_size, state.rows.columns_for(num_tokens)
+    num_reused, num_private = num_cached // block_size, num_columns - num_tokens // block_size
     if state.is_plain:
-        return [num_columns]
-    needs = state.column_needs(num_columns)
+        return [num_columns - num_reused + (num_beams - 1) * num_private]
+    needs = state.column_needs(num_columns - num_reused + (num_beams - 1) * num_private)
+    for group in state.rings:
+        end = min(num_columns, rings.geometry(group).num_blocks)
+        own = end if rings.wraps(state, num_tokens) else end - num_tokens // block_size
+        needs[state.pool_of[group.index]] += end - num_reused + (num_beams - 1) * own
     if state.max_chunk_tokens:
-        num_later = -(-num_tokens // block_size) - state.chunk_end(num_tokens, num_cached)
+        num_later = num_columns - state.chunk_end(num_tokens, num_cached)
         for group in state.sliding:
             needs[state.pool_of[group.index]] -= num_later
     if state.recurrent is not None:
@@ -78,6 +84,8 @@ def match_prompt(
     """Find a prompt up to `limit` bytes: all but its last token, which must be computed for its logits."""
     if limit is None:
         limit = len(prompt) - TOKEN_BYTES
+    if state.rings and rings.wraps(state, len(prompt) // TOKEN_BYTES):
+        return None
     while (root := state.tree.roots.get(namespace)) is not None:
         match = state.tree.find(root, prompt, limit, partial=state.tree.partial)
         if not state.publish_along(match):
@@ -101,72 +109,57 @@ def admit(
 
     The row is a new sequence's, or that of one to be `resumed`.
     """
-    rows, tree, block_bytes = state.rows, state.tree, state.tree.block_bytes
+    rows, tree = state.rows, state.tree
     num_tokens = len(prompt) // TOKEN_BYTES
-    num_blocks, num_reused, num_cached = -(-len(prompt) // block_bytes), 0, 0
+    num_blocks, num_reused, num_cached = rows.columns_for(num_tokens), 0, 0
     if match is not None:
-        num_reused = match.position // block_bytes
+        num_reused = match.position // tree.block_bytes
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
     needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
     state.require(needs, match)
     sources = _sources(match) if match and match.source else None
     miss = "" if resumed else miss_of(state, prompt, namespace, match)
 
-    if match is None:
-        extent: Extent = tree.root(namespace)
-    else:
-        extent = match.extent if match.child is None else extent_of(state, match)
+    extent: Extent = extent_of(state, match) if match else tree.root(namespace)
     tree.hold(extent)
     sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
     if resumed is None:
         sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss
+        sequence.num_cached_tokens = num_cached
+        state.counters.admit(num_tokens, num_cached, miss)
     if num_reused:
         _fill_from_tree(state, sequence, num_reused)
-    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * block_bytes :]))
+    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
     if state.is_plain:
-        pool = state.pools[0]
-        if needs[0] > pool.num_free:
+        if needs[0] > state.pools[0].num_free:
             state.make_room(needs)
-        rows.block_table[0, sequence.row, num_reused:num_blocks] = pool.take(num_blocks - num_reused)
+        rows.block_table[0, sequence.row, num_reused:num_blocks] = state.take(0, num_blocks - num_reused)
     else:
         _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
     _note_cached(state, sequence, match, sources, num_reused)
-    if resumed is None:
-        sequence.num_cached_tokens = num_cached
     if num_beams > 1:
         branches.add_beams(state, sequence, bytes(prompt), num_beams)
     if resumed is None:
-        state.counters.admit(num_tokens, num_cached, miss)
-    _count_blocks(state, sequence, num_reused, num_blocks, num_beams, is_prompt=resumed is None)
+        _count_blocks(state, sequence, num_reused, num_blocks, num_beams)
     return sequence
 
 
-def _count_blocks(
-    state: CacheState, sequence: Sequence, num_reused: int, num_blocks: int, num_beams: int, *, is_prompt: bool
-) -> None:
-    """Count the blocks of each group that were reused, and those that were allocated."""
+def _count_blocks(state: CacheState, sequence: Sequence, num_reused: int, num_blocks: int, num_beams: int) -> None:
+    """Count the blocks of each group that a prompt reused, and those that it was given."""
     num_new = num_blocks - num_reused
-    if num_beams > 1 and sequence.num_prompt_tokens % state.block_size:
-        num_new += num_beams - 1
-    if state.is_plain and is_prompt:
-        state.counters.groups[0].admit(num_reused, num_new)
-        return
+    if num_beams > 1:
+        num_new += (num_beams - 1) * (num_blocks - sequence.num_prompt_tokens // state.block_size)
     row, rows = sequence.row, state.rows
     for index, span in enumerate(state.spans):
-        counters = state.counters.groups[index]
-        if span.kind == "full":
-            reused, new = num_reused, num_new
-        elif span.kind == "state":
+        reused, new = num_reused, num_new
+        if span.kind == "state":
             reused, new = 0, num_beams
         elif span.kind == "cross":
             reused, new = 0, rows.ends_of[index][row]
-        else:
-            reused = num_reused - rows.firsts_of[index][row]
-            new = num_new - num_blocks + rows.ends_of[index][row]
-        if is_prompt:
-            counters.admit(reused, new)
-        else:
-            counters.num_allocated += new
+        elif span.kind != "full":
+            reused -= rows.firsts_of[index][row]
+            new += rows.ends_of[index][row] - num_blocks
+        state.counters.groups[index].admit(reused, new)
 
 
 def _fill_groups(
@@ -188,10 +181,14 @@ def _fill_groups(
         if checkpoint is not None:
             recurrent.order_state_move(state, checkpoint, row)
     if num_encoder_tokens and state.cross is not None:
-        blocks = state.group_pools[state.cross].take(-(-num_encoder_tokens // state.block_size)).copy()
+        blocks = state.take(state.cross, -(-num_encoder_tokens // state.block_size)).copy()
         state.join_encoder(sequence, Encoder(blocks, num_encoder_tokens))
     if match is not None and match.known > match.position:
         sequence.num_shared_tokens = match.known // TOKEN_BYTES
+    if state.rings:
+        if rings.wraps(state, sequence.num_tokens):
+            rings.wrap(state, row)
+        rings.set_limits(state, np.array([row]))
 
 
 def _checkpoint(state: CacheState, match: Match | None) -> int | None:
@@ -208,7 +205,7 @@ def _checkpoint(state: CacheState, match: Match | None) -> int | None:
 
 def extent_of(state: CacheState, match: Match) -> Extent:
     """Return the extent that ends where the whole blocks of a match do, split off where needed."""
-    return state.tree.split(match.child, match.child_blocks) if match.child else match.extent
+    return match.extent if match.child is None else state.tree.split(match.child, match.child_blocks)
 
 
 def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from kvist.core import holdings, recurrent, rewinding
+from kvist.core import holdings, recurrent, rewinding, rings
 from kvist.core.arguments import as_int_array
 from kvist.core.sequences import RUNNING, WAITING, Encoder, RowState, Sequence
 from kvist.core.state import CacheState
@@ -25,7 +26,8 @@ def fork(state: CacheState, sequence: Sequence, n: int) -> list[Sequence]:
     state.rows.check_running(sequence, "fork")
     refuse_waiting(sequence, "fork")
     state.require_rows(n, state.rows.num_free)
-    state.require(_needs(state, n * _num_private(state, sequence, "fork"), n))
+    num_private = _num_private(state, sequence, "fork")
+    state.require(_needs(state, n * num_private, n, [sequence] * n))
     state.publish(sequence)
     past = state.rows.snapshot(sequence)
     children = []
@@ -48,7 +50,12 @@ def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> Non
     orphans = [at for at in range(len(beams)) if at not in heirs]
     num_copied = sum(_num_private(state, beams[parent], "reorder") for parent in copied)
     num_orphaned = sum(beams[at].num_columns - beams[at].num_computed_tokens // state.block_size for at in orphans)
-    state.require(_needs(state, num_copied - num_orphaned, len(copied) - len(orphans)))
+    of_copies = [beams[parent] for parent in copied]
+    needs = _needs(state, num_copied - num_orphaned, len(copied) - len(orphans), of_copies)
+    for at in orphans:
+        for group in state.rings:
+            needs[state.pool_of[group.index]] -= rings.num_own(state, group, beams[at].row, beams[at].num_columns)
+    state.require(needs)
 
     for beam in beams:
         state.publish(beam)
@@ -88,9 +95,13 @@ def _exchange_encoders(state: CacheState, beams: list[Sequence], encoders: list[
         state.end_encoder_hold(encoder)
 
 
-def _needs(state: CacheState, num_columns: int, num_states: int) -> list[int]:
-    """Count the blocks by pool of so many new columns and so many new states."""
+def _needs(state: CacheState, num_columns: int, num_states: int, copied: list[Sequence]) -> list[int]:
+    """Count the blocks by pool of so many new columns and states, and of the rings of copies of these sequences."""
     needs = state.column_needs(num_columns)
+    for group in state.rings:
+        for sequence in copied:
+            num_filled = state.rows.columns_for(sequence.num_tokens)
+            needs[state.pool_of[group.index]] += rings.num_own(state, group, sequence.row, num_filled)
     if state.recurrent is not None:
         needs[state.pool_of[state.recurrent.index]] += num_states
     return needs
@@ -100,22 +111,42 @@ def _copy_into(state: CacheState, sequence: Sequence, past: RowState) -> None:
     """Make a row share what another has published, with a copy of the block that the other is writing."""
     rows, published = state.rows, past.num_published
     rows.restore(sequence, holdings.published_part(state, past))
-    if past.tokens:
-        state.fill(sequence.row, published, published + 1)
+    end = rows.columns_for(published * state.block_size + len(past.tokens) // TOKEN_BYTES)
+    if end > published or past.wrapped:
+        _fill_own(state, sequence.row, published, end)
         rows.refresh_limit(sequence.row)
         if written := past.num_computed - published * state.block_size:
-            state.order_column_moves(past.blocks[:, published], published, sequence.row, written)
+            state.order_column_moves(past.blocks[:, published], published, sequence.row, written, skip_rings=True)
+    if state.rings:
+        rings.copy_own(state, sequence.row, past)
+        rings.set_limits(state, np.array([sequence.row]))
     if state.recurrent is not None:
         recurrent.give_row_a_state(state, sequence.row)
         if past.num_computed:
             recurrent.order_state_move(state, past.blocks.item(state.recurrent.index, 0), sequence.row)
 
 
+def _fill_own(state: CacheState, row: int, start: int, end: int) -> None:
+    """Give a row that shows what it shares blocks of its own for the columns from `start` on; there must be as many."""
+    if not state.rings:
+        state.fill(row, start, end)
+        return
+    state.make_room(state.column_needs(end - start))
+    table = state.rows.block_table
+    if state.has_full:
+        table[0, row, start:end] = state.take(0, end - start)
+    for group in state.sliding:
+        table[group.index, row, start:end] = state.take(group.index, end - start)
+        state.rows.ends_of[group.index][row] = end
+    rings.fill_own(state, row, end)
+    state.rows.blocks_of[row] = end
+
+
 def _num_private(state: CacheState, sequence: Sequence, call: str) -> int:
     """Count the blocks with tokens that stay a sequence's own when it is published; raises if they are not 0 or 1."""
     num_tokens, num_computed = sequence.num_tokens, sequence.num_computed_tokens
-    count: int = -(-num_tokens // state.block_size) - num_computed // state.block_size
-    if count > 1:
+    count = state.rows.columns_for(num_tokens) - num_computed // state.block_size
+    if count > state.rows.columns_for(1):
         raise SequenceError(
             f"{call}: row {sequence.row} has {count} blocks of tokens not committed, and only the last may be; "
             f"{num_computed} of its {num_tokens} tokens are computed: commit first"
@@ -163,9 +194,12 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
         rows.set_state(beam, WAITING)
         state.join_encoder(beam, leader._encoder)
         rows.restore(beam, holdings.published_part(state, past))
-        if rest:
-            state.fill(beam.row, num_full, num_full + 1)
+        end = rows.columns_for(num_full * state.block_size + rest)
+        if end > num_full or rows.wrapped[beam.row]:
+            _fill_own(state, beam.row, num_full, end)
             rows.refresh_limit(beam.row)
+        if state.rings:
+            rings.set_limits(state, np.array([beam.row]))
         if state.recurrent is not None:
             recurrent.give_row_a_state(state, beam.row)
         beams.append(beam)
@@ -181,6 +215,7 @@ def start_beams(state: CacheState, leader: Sequence) -> None:
         return
     num_full, rest = divmod(int(rows.num_tokens[waiting[0].row]), state.block_size)
     sources = rows.block_table[:, leader.row, num_full].copy() if rest else None
+    past = rows.snapshot(leader) if state.rings else None
     state.publish(leader)
     extent = rewinding.extent_ending_at(state, leader, num_full)
     for beam in waiting:
@@ -192,7 +227,9 @@ def start_beams(state: CacheState, leader: Sequence) -> None:
         rows.set_state(beam, RUNNING)
         rows.num_computed[beam.row] = rows.num_tokens[beam.row]
         if sources is not None:
-            state.order_column_moves(sources, num_full, beam.row, rest)
+            state.order_column_moves(sources, num_full, beam.row, rest, skip_rings=True)
+        if past is not None:
+            rings.copy_own(state, beam.row, replace(past, num_computed=int(rows.num_computed[beam.row])))
         if state.recurrent is not None:
             working = rows.block_table.item(state.recurrent.index, leader.row, 0)
             recurrent.order_state_move(state, working, beam.row)

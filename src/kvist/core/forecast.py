@@ -195,7 +195,7 @@ class Forecast:
     def _added_blocks(self, sequence: Sequence, num_more: int) -> int:
         """Count the blocks that the tokens appended in this forecast, and some more, take beyond the real ones."""
         num_tokens = sequence.num_tokens + self._added_tokens.get(sequence.row, 0) + num_more
-        return max(-(-num_tokens // self._state.block_size) - sequence.num_columns, 0)
+        return max(self._state.rows.columns_for(num_tokens) - sequence.num_columns, 0)
 
     def _require_blocks(self, needed: int) -> None:
         if needed > self.free_blocks:

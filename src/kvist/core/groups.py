@@ -91,7 +91,7 @@ class Span:
     window: int = 0
     num_sink_blocks: int = 0
     chunk_tokens: int = 0
-    checkpoint_blocks: int = 1
+    checkpoint_blocks: int = 0
     ring: RingGeometry | None = None
 
     @property
@@ -133,8 +133,8 @@ def _span(config: CacheConfig, group: GroupSpec) -> Span:
         group.kind,
         block_size,
         window=group.window,
-        num_sink_blocks=-(-group.sink_tokens // block_size) if group.kind == "sliding" else 0,
+        num_sink_blocks=-(-group.sink_tokens // block_size),
         chunk_tokens=group.chunk_tokens,
-        checkpoint_blocks=max(group.checkpoint_tokens // block_size, 1),
+        checkpoint_blocks=group.checkpoint_tokens // block_size,
         ring=ring,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvist.core import branches, holdings, recurrent
+from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.arguments import as_counts
 from kvist.core.moves import Move
 from kvist.core.sequences import Batch, Sequence
@@ -36,6 +36,8 @@ def append_arrays(state: CacheState, batch: Batch, packed: list[bytes]) -> None:
     for row, added in zip(batch.rows.tolist(), packed, strict=True):
         rows.extend_earlier(rows.sequence_at(row), added)
     rows.refresh_limits(batch.rows)
+    if state.rings:
+        rings.set_limits(state, batch.rows)
 
 
 def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], call: str) -> None:
@@ -46,19 +48,44 @@ def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], ca
     wanted = rows.num_tokens[batch.select] + num_added
     _check_length(state, batch.rows, wanted, call)
     have = rows.num_blocks[batch.select].copy()
-    extra = np.maximum((wanted + state.block_size - 1) // state.block_size - have, 0)
+    extra = np.maximum((wanted + rows.bubble + state.block_size - 1) // state.block_size - have, 0)
     total = int(extra.sum())
+    if state.rings:
+        _grow_with_rings(state, batch, have, extra, wanted)
+        return
     if not total:
         return
     needs = state.column_needs(total)
     state.require(needs)
     state.make_room(needs)
+    _add_columns(state, batch, have, extra)
+
+
+def _add_columns(state: CacheState, batch: Batch, have: NDArray[np.int64], extra: NDArray[np.int64]) -> None:
     at_rows = np.repeat(batch.rows, extra)
     firsts = np.cumsum(extra) - extra
-    columns = np.repeat(have - firsts, extra) + np.arange(total)
+    columns = np.repeat(have - firsts, extra) + np.arange(len(at_rows))
     _give_columns(state, at_rows, columns)
     _note_columns(state, batch.rows, have + extra)
-    rows.refresh_limits(batch.rows)
+    state.rows.refresh_limits(batch.rows)
+
+
+def _grow_with_rings(
+    state: CacheState,
+    batch: Batch,
+    have: NDArray[np.int64],
+    extra: NDArray[np.int64],
+    wanted: NDArray[np.int64],
+) -> None:
+    """Give rows columns, and their rings what they must have of their own before they overwrite it."""
+    grown = rings.growth_of(state, batch.rows, have + extra, wanted)
+    of_rings = rings.num_needed(state, grown)
+    needs = [n + m for n, m in zip(state.column_needs(int(extra.sum())), of_rings, strict=True)]
+    state.require(needs)
+    state.make_room(needs)
+    rings.perform(state, grown, batch.rows, wanted)
+    _add_columns(state, batch, have, extra)
+    rings.set_limits(state, batch.rows)
 
 
 def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike | None) -> None:
@@ -148,8 +175,12 @@ def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
     """Make room for one more token in rows that have none: a block, or an empty tail, which takes a call a row."""
     rows = state.rows
     num_tokens, num_blocks = rows.num_tokens[at_limit], rows.num_blocks[at_limit]
+    if state.rings:
+        grow(state, Batch(at_limit), 1, "append")
+        _empty_full_tails(state, at_limit, num_tokens)
+        return
     _check_length(state, at_limit, num_tokens + 1, "append")
-    in_need = num_tokens >= num_blocks * state.block_size
+    in_need = num_tokens >= num_blocks * state.block_size - rows.bubble
     if in_need.all():
         growing, have = at_limit, num_blocks
     else:
@@ -159,11 +190,18 @@ def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
     state.make_room(needs)
     _give_columns(state, growing, have)
     _note_columns(state, growing, have + 1)
+    _empty_full_tails(state, at_limit, num_tokens)
+
+
+def _empty_full_tails(state: CacheState, at_limit: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
+    rows = state.rows
     tails_full = rows.tail_origin[at_limit] + num_tokens >= (at_limit + 1) * rows.tail_tokens
     if tails_full.any():
         for row in at_limit[tails_full].tolist():
             rows.empty_tail(rows.sequence_at(row))
     rows.refresh_limits(at_limit)
+    if state.rings:
+        rings.set_limits(state, at_limit)
 
 
 def _give_columns(state: CacheState, at_rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
@@ -173,22 +211,20 @@ def _give_columns(state: CacheState, at_rows: NDArray[np.int64], columns: NDArra
     """
     table, n = state.rows.block_table, len(at_rows)
     if state.has_full:
-        table[0, at_rows, columns] = state.pools[0].take(n)
-        state.counters.groups[0].num_allocated += n
-    for group in state.linear:
+        table[0, at_rows, columns] = state.take(0, n)
+    for group in state.sliding:
         index = group.index
         rows, at = at_rows, columns
-        if state.max_chunk_tokens and group.span.slides:
+        if state.max_chunk_tokens:
             in_turn = state.rows.ends[index, at_rows] >= state.rows.num_blocks[at_rows]
             rows, at = at_rows[in_turn], columns[in_turn]
-        table[index, rows, at] = group.pool.take(len(rows))
-        state.counters.groups[index].num_allocated += len(rows)
+        table[index, rows, at] = state.take(group.index, len(rows))
 
 
 def _note_columns(state: CacheState, at_rows: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
     """Note how many columns the rows have now."""
     before = state.rows.num_blocks[at_rows]
-    for group in state.linear:
+    for group in state.sliding:
         ends = state.rows.ends[group.index]
         ends[at_rows] = np.where(ends[at_rows] >= before, num_blocks, ends[at_rows])
     state.rows.num_blocks[at_rows] = num_blocks

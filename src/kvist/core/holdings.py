@@ -19,12 +19,14 @@ __all__ = [
     "add_columns",
     "adopt",
     "as_tree_blocks",
+    "give_all_own",
     "give_own",
     "give_past",
     "held_blocks",
     "hold_past",
     "hold_shared",
     "merge",
+    "own_columns",
     "missing_columns",
     "prepare_chunks",
     "published_part",
@@ -49,33 +51,72 @@ def _without_holes(table: NDArray[np.int32], start: int, end: int, first: int, n
     return np.concatenate((table[start : min(num_sinks, end)], table[first:end]))
 
 
+def _tree_columns(group: SpannedGroup, end: int, first: int, num_shared: int) -> NDArray[np.bool_]:
+    """Say of each of a ring's columns whether it shows a block of the tree, bool `[end]`."""
+    columns = np.arange(end)
+    in_tree: NDArray[np.bool_] = (columns < group.span.num_sink_blocks) | (columns >= first)
+    in_tree &= columns < num_shared
+    return in_tree
+
+
+def _parts(
+    group: SpannedGroup, table: NDArray[np.int32], first: int, end: int, published: int, frozen: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the blocks in a table of one group that are the tree's, and those that are the row's own."""
+    num_sinks = group.span.num_sink_blocks
+    if group.span.ring is not None:
+        in_tree = _tree_columns(group, end, first, published if frozen is None else frozen)
+        return table[:end][in_tree], table[:end][~in_tree]
+    shared = _without_holes(table, 0, published, first, num_sinks)
+    return shared, _without_holes(table, published, end, first, num_sinks)
+
+
+def held_blocks(state: CacheState, group: SpannedGroup, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the blocks that a row has in span in one group: the tree's, and its own."""
+    rows, index = state.rows, group.index
+    frozen = rows.frozen.item(index, row) if rows.wrapped[row] else None
+    first, end, published = rows.firsts_of[index][row], rows.ends_of[index][row], rows.published_of[row]
+    return _parts(group, rows.block_table[index, row], first, end, published, frozen)
+
+
+def own_columns(state: CacheState, group: SpannedGroup, row: int, end: int) -> NDArray[np.intp]:
+    """Return the columns of a ring, up to `end`, that are or are to be a row's own."""
+    rows, index = state.rows, group.index
+    num_shared = rows.frozen.item(index, row) if rows.wrapped[row] else rows.published_of[row]
+    return np.flatnonzero(~_tree_columns(group, end, rows.firsts_of[index][row], num_shared))
+
+
 def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int32]:
     """Return the tree's blocks that a row has in span in one group."""
     rows, index = state.rows, group.index
+    if group.span.ring is not None:
+        return held_blocks(state, group, row)[0]
     published, first = rows.published_of[row], rows.firsts_of[index][row]
     return _without_holes(rows.block_table[index, row], 0, published, first, group.span.num_sink_blocks)
 
 
 def give_own(state: CacheState, row: int, keep: int) -> None:
-    """Give back a row's own blocks from column `keep` on, in all groups but the full one."""
+    """Give back a row's own blocks from column `keep` on, in all groups whose tables grow but the full one.
+
+    A ring that has wrapped keeps all.
+    """
     rows = state.rows
     for group in state.linear:
         index = group.index
         table, end = rows.block_table[index, row], rows.ends_of[index][row]
-        if end > keep:
+        if end > keep and not (rows.wrapped[row] and group.span.ring):
             group.pool.give(_without_holes(table, keep, end, rows.firsts_of[index][row], group.span.num_sink_blocks))
             table[keep:end] = 0
             rows.ends_of[index][row] = keep
             rows.firsts_of[index][row] = min(keep, rows.firsts_of[index][row])
 
 
-def held_blocks(state: CacheState, group: SpannedGroup, row: int) -> tuple[NDArray[np.int32], int]:
-    """Return the tree's blocks that a row has in span in one group, and the number of its own."""
-    rows, index = state.rows, group.index
-    first, end = rows.firsts_of[index][row], rows.ends_of[index][row]
-    num_sinks, published = group.span.num_sink_blocks, rows.published_of[row]
-    own = _without_holes(rows.block_table[index, row], published, end, first, num_sinks)
-    return _shared(state, group, row), len(own)
+def give_all_own(state: CacheState, row: int) -> None:
+    """Give back all of a row's own blocks, in all groups whose tables grow but the full one."""
+    for group in state.linear:
+        own = held_blocks(state, group, row)[1]
+        if len(own):
+            group.pool.give(own)
 
 
 def hold_shared(state: CacheState, row: int) -> None:
@@ -98,33 +139,32 @@ def release_shared(state: CacheState, sequence: Sequence) -> None:
 # -- rows as they were ------------------------------------------------------------------------------------------------
 
 
-def _shared_of_past(group: SpannedGroup, past: RowState) -> NDArray[np.int32]:
-    first, num_sinks = past.firsts.item(group.index), group.span.num_sink_blocks
-    return _without_holes(past.blocks[group.index], 0, past.num_published, first, num_sinks)
+def _parts_of_past(group: SpannedGroup, past: RowState) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    index = group.index
+    frozen = past.frozen.item(index) if past.wrapped else None
+    first, end = past.firsts.item(index), past.ends.item(index)
+    return _parts(group, past.blocks[index], first, end, past.num_published, frozen)
 
 
 def hold_past(state: CacheState, past: RowState) -> None:
     """Hold once more the tree's blocks that a row had in span."""
     for group in state.linear:
-        group.retain(_shared_of_past(group, past))
+        group.retain(_parts_of_past(group, past)[0])
 
 
 def release_past(state: CacheState, past: RowState) -> None:
     """End a hold of the tree's blocks that a row had in span; the extents must still be held."""
     for group in state.linear:
-        group.relinquish(_shared_of_past(group, past))
+        group.relinquish(_parts_of_past(group, past)[0])
         group.offer(past.extent, past.firsts.item(group.index))
 
 
 def give_past(state: CacheState, past: RowState) -> None:
     """Give back the blocks that were a row's own."""
-    published = past.num_published
     if state.has_full:
-        state.pools[0].give(past.blocks[0, published : past.num_blocks])
+        state.pools[0].give(past.blocks[0, past.num_published : past.num_blocks])
     for group in state.linear:
-        index = group.index
-        first, num_sinks = past.firsts.item(index), group.span.num_sink_blocks
-        group.pool.give(_without_holes(past.blocks[index], published, past.ends.item(index), first, num_sinks))
+        group.pool.give(_parts_of_past(group, past)[1])
     if state.recurrent is not None:
         index = state.recurrent.index
         state.recurrent.pool.give(past.blocks[index, : past.ends.item(index)])
@@ -135,8 +175,15 @@ def published_part(state: CacheState, past: RowState) -> RowState:
     if state.is_plain:
         return replace(past, blocks=past.blocks[:, : past.num_published], num_blocks=past.num_published)
     blocks, ends, firsts = past.blocks.copy(), past.ends.copy(), past.firsts.copy()
+    for group in state.rings:
+        end = ends.item(group.index)
+        frozen = past.frozen.item(group.index) if past.wrapped else past.num_published
+        in_tree = _tree_columns(group, end, firsts.item(group.index), frozen)
+        blocks[group.index, :end][~in_tree] = 0
+        if not past.wrapped:
+            ends[group.index] = min(end, past.num_published)
     for index, span in enumerate(state.spans):
-        if span.kind != "cross":
+        if span.kind not in ("cross", "ring"):
             ends[index] = 0 if span.kind == "state" else past.num_published
             firsts[index] = min(firsts[index], ends[index])
             blocks[index, ends[index] :] = 0
@@ -185,9 +232,8 @@ def add_columns(state: CacheState, row: int, group: SpannedGroup, num_columns: i
     needs = [0] * len(state.pools)
     needs[state.pool_of[group.index]] = num_columns
     state.make_room(needs)
-    state.rows.block_table[group.index, row, end : end + num_columns] = group.pool.take(num_columns)
+    state.rows.block_table[group.index, row, end : end + num_columns] = state.take(group.index, num_columns)
     state.rows.ends_of[group.index][row] = end + num_columns
-    state.counters.groups[group.index].num_allocated += num_columns
 
 
 def prepare_chunks(state: CacheState, rows: NDArray[np.int64]) -> None:
@@ -273,7 +319,12 @@ def as_tree_blocks(state: CacheState, sequence: Sequence, start: int, stop: int)
     """
     rows, row = state.rows, sequence.row
     blocks: Blocks = rows.block_table[:, row, start:stop].copy()
-    for group in state.linear:
+    for group in state.rings:
+        if rows.wrapped[row]:
+            blocks[group.index] = -1
+        else:
+            blocks[group.index, max(rows.ends_of[group.index][row] - start, 0) :] = -1
+    for group in state.sliding:
         low = max(group.span.num_sink_blocks - start, 0)
         blocks[group.index, low : max(rows.firsts_of[group.index][row] - start, 0)] = -1
     if state.recurrent is not None:

@@ -90,8 +90,21 @@ def _own_blocks(state: CacheState, group: int, sequence: Sequence) -> Blocks:
     if kind == "state":
         checkpoints = np.array([block for _, block in sequence._checkpoints], np.int32)
         return np.concatenate((table[:end], checkpoints))
+    if kind == "ring":
+        of_ring: Blocks = table[:end][~_is_shared_in_ring(state, group, row)[:end]]
+        return of_ring
     own: Blocks = table[published:end][_is_held(state, group, row)[published:end]]
     return own
+
+
+def _is_shared_in_ring(state: CacheState, group: int, row: int) -> NDArray[np.bool_]:
+    """Say of each column of a ring's table whether the row shows a block of the tree there, bool `[columns]`."""
+    rows, span = state.rows, state.spans[group]
+    columns = np.arange(rows.block_table.shape[2])
+    num_shared = rows.frozen[group, row] if rows.wrapped[row] else rows.published_of[row]
+    is_shared: NDArray[np.bool_] = (columns < span.num_sink_blocks) | (columns >= rows.firsts_of[group][row])
+    is_shared &= (columns < num_shared) & (columns < rows.ends_of[group][row])
+    return is_shared
 
 
 def _is_held(state: CacheState, group: int, row: int) -> NDArray[np.bool_]:
@@ -99,6 +112,8 @@ def _is_held(state: CacheState, group: int, row: int) -> NDArray[np.bool_]:
     rows, span = state.rows, state.spans[group]
     columns = np.arange(rows.block_table.shape[2])
     in_span: NDArray[np.bool_] = (columns >= rows.firsts_of[group][row]) | (columns < span.num_sink_blocks)
+    if span.ring is not None:
+        in_span[:] = True
     in_span &= columns < rows.ends_of[group][row]
     return in_span
 
@@ -126,6 +141,9 @@ def _shared_blocks(state: CacheState, group: int, sequence: Sequence) -> Blocks:
     rows, row = state.rows, sequence.row
     if sequence.leader is not None or state.spans[group].kind == "state":
         return rows.block_table[group, row, :0]
+    if state.spans[group].ring is not None:
+        shown: Blocks = rows.block_table[group, row][_is_shared_in_ring(state, group, row)]
+        return shown
     published = rows.published_of[row]
     return rows.block_table[group, row, :published][_is_held(state, group, row)[:published]]
 
@@ -204,7 +222,8 @@ def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
     if len(sequence.tokens) != rows.num_tokens[row]:
         yield f"{sequence!r}: {len(sequence.tokens)} token ids are kept"
     tail_end = rows.tail_start(row) + rows.tail_tokens
-    if rows.limit[row] != min(rows.capacity(row), tail_end) or rows.num_tokens[row] > tail_end:
+    limit = min(rows.capacity(row), tail_end)
+    if (rows.limit[row] > limit if state.rings else rows.limit[row] != limit) or rows.num_tokens[row] > tail_end:
         ends = f"its blocks reach to {rows.capacity(row)} and its tail to {tail_end}"
         yield f"{sequence!r}: may append up to {rows.limit[row]} tokens, {ends}"
 
@@ -215,11 +234,14 @@ def _table_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:
         table, held = rows.block_table[group, row], _is_held(state, group, row)
         if table[~held].any():
             yield f"{sequence!r}: its table of group {group} has blocks where it should have none"
-        is_short = rows.ends_of[group][row] < rows.num_blocks[row]
+        num_columns = rows.num_blocks[row] if span.ring is None else min(rows.num_blocks[row], span.ring.num_blocks)
+        is_short = rows.ends_of[group][row] < num_columns
         may_be_short = state.max_chunk_tokens is not None and span.slides
         if span.kind not in ("state", "cross") and is_short and not may_be_short:
             yield f"{sequence!r}: its table of group {group} ends at {rows.ends_of[group][row]}"
         if span.kind in ("state", "cross"):
+            continue
+        if span.ring is not None:
             continue
         num_published = rows.published_of[row]
         if not np.array_equal(_blocks_to_share(state, group, sequence), table[:num_published][held[:num_published]]):

@@ -25,6 +25,7 @@ from kvist.core import (
     recurrent,
     resuming,
     rewinding,
+    rings,
 )
 from kvist.core.arguments import (
     as_count,
@@ -119,7 +120,7 @@ class CacheCore:
             prompt,
             namespace,
             match,
-            publishes=bool(publish) and self.config.reuse and not num_encoder_tokens,
+            publishes=bool(publish) and state.reuses and not num_encoder_tokens,
             retention=retention,
             num_beams=num_beams,
             num_encoder_tokens=num_encoder_tokens,
@@ -233,7 +234,7 @@ class CacheCore:
         state = self._state
         if state.suspended and resuming.is_suspended(state, sequence):
             sequence._suspended = None
-            state.suspended.discard(sequence)
+            del state.suspended[sequence]
             return
         state.rows.check_live(sequence, "free")
         if sequence._beams is not None:
@@ -297,6 +298,9 @@ class CacheCore:
         prompt, num_tokens = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
         miss = misses.miss_of(self._state, prompt, namespace, match)
+        if miss == misses.COLD:
+            self._state.publish_committed()  # another namespace may have just committed it
+            miss = misses.miss_of(self._state, prompt, namespace, match)
         loss = misses.loss_after(self._state, prompt, namespace, match) if miss == misses.EVICTED else None
         evicted_s, eviction = (None, "") if loss is None else (self.clock() - loss[0], loss[1])
         if match is None:
@@ -403,8 +407,14 @@ class CacheCore:
         return self._num_missing_blocks(sequence, total)
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        num_columns = -(-min(num_tokens, self._state.rows.max_tokens) // self._state.block_size)
-        return sum(self._state.column_needs(max(num_columns - sequence.num_columns, 0)))
+        state, have = self._state, sequence.num_columns
+        total = max(min(num_tokens, state.rows.max_tokens), sequence.num_tokens)
+        num_columns = max(state.rows.columns_for(total), have)
+        needed = sum(state.column_needs(num_columns - have))
+        if state.rings:
+            row, columns, tokens = np.array([sequence.row]), np.array([num_columns]), np.array([total])
+            needed += sum(rings.num_needed(state, rings.growth_of(state, row, columns, tokens)))
+        return needed
 
     # -- branches -----------------------------------------------------------------------------------------------------
 

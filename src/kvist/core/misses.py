@@ -12,7 +12,7 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
-__all__ = ["EVICTED", "MISSES", "loss_after", "miss_of"]
+__all__ = ["COLD", "EVICTED", "MISSES", "loss_after", "miss_of"]
 
 COLD, EVICTED, OTHER_NAMESPACE = "cold", "evicted", "other namespace"
 UNCOMMITTED, UNDER_A_BLOCK, WINDOW = "uncommitted", "under a block", "window"

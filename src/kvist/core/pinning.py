@@ -60,20 +60,22 @@ def _require_budget(state: CacheState, found: Match) -> None:
     """Raise OutOfBlocks if pins would hold more of a pool than they may."""
     num_columns = found.position // state.tree.block_bytes
     held = _pinned_blocks(state)
-    for group, pool in enumerate(state.group_pools):
-        wanted = [held[group], _blocks_of_match(state, group, found, num_columns)]
-        num_wanted = len(np.unique(np.concatenate(wanted)))
+    for index, pool in enumerate(state.pools):
+        groups = [group for group in range(len(state.spans)) if state.pool_of[group] == index]
+        num_held = sum(len(held[group]) for group in groups)
+        num_wanted = sum(
+            len(np.union1d(held[group], _blocks_of_match(state, group, found, num_columns))) for group in groups
+        )
         budget = int(state.config.pin_budget * pool.num_blocks)
         if num_wanted > budget:
-            num_held = len(held[group])
             raise OutOfBlocks(
-                f"pin: pins may hold {budget} of the {pool.num_blocks} blocks of group {group}, hold {num_held}, and "
-                f"would hold {num_wanted}: {', '.join(map(repr, state.pins)) or 'no other pins'}",
+                f"pin: pins may hold {budget} of the {pool.num_blocks} blocks of group {groups[0]}, hold {num_held}, "
+                f"and would hold {num_wanted}: {', '.join(map(repr, state.pins)) or 'no other pins'}",
                 needed=num_wanted - num_held,
                 free=max(budget - num_held, 0),
                 evictable=0,
                 held=num_held,
-                group=group,
+                group=groups[0],
             )
 
 

@@ -31,7 +31,7 @@ def checkpoint(state: CacheState, rows: NDArray[np.int64]) -> None:
         if not _is_wanted(state, group, sequence, column):
             continue
         if _has_room(state, group):
-            block = int(group.pool.take(1)[0])
+            block = int(state.take(group.index, 1)[0])
         elif sequence._checkpoints:
             block = sequence._checkpoints.pop(0)[1]
         else:
@@ -45,7 +45,7 @@ def _is_wanted(state: CacheState, group: SpannedGroup, sequence: Sequence, colum
     if column < state.rows.published_of[sequence.row] or any(column == each for each, _ in sequence._checkpoints):
         return False
     num_tokens = (column + 1) * state.block_size
-    return (column + 1) % group.span.checkpoint_blocks == 0 or num_tokens in _boundaries(state, sequence)
+    return (column + 1) % max(group.span.checkpoint_blocks, 1) == 0 or num_tokens in _boundaries(state, sequence)
 
 
 def _boundaries(state: CacheState, sequence: Sequence) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def chunk_limit(state: CacheState, sequence: Sequence, num_tokens: int) -> int:
         return num_tokens
     stops = [stop for stop in _boundaries(state, sequence) if start < stop < end]
     interval = group.span.checkpoint_blocks * state.block_size
-    if group.span.checkpoint_blocks > 1:
+    if group.span.checkpoint_blocks:
         regular = (start // interval + 1) * interval
         stops += [regular] if regular < min(end, sequence.num_prompt_tokens) else []
     return min(stops, default=end) - start
@@ -108,7 +108,7 @@ def give_row_a_state(state: CacheState, row: int) -> None:
     assert group is not None
     if not group.pool.num_free:
         state.tree.evict(group.pool, 1)
-    state.rows.block_table[group.index, row, :1] = group.pool.take(1)
+    state.rows.block_table[group.index, row, :1] = state.take(group.index, 1)
     state.rows.ends_of[group.index][row] = 1
 
 

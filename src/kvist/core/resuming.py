@@ -22,7 +22,7 @@ def suspend(state: CacheState, sequence: Sequence) -> None:
     suspended = Suspended(rows.packed_tokens(sequence), rows.computed_of[row], sequence.num_encoder_tokens)
     state.end(sequence, publish=True)
     sequence._suspended = suspended
-    state.suspended.add(sequence)
+    state.suspended[sequence] = None
     state.counters.num_suspended += 1
 
 
@@ -31,7 +31,7 @@ def resume(state: CacheState, sequence: Sequence) -> int:
     suspended = sequence._suspended
     assert suspended is not None
     num_lost = _readmit(state, sequence, suspended.tokens, suspended.num_computed, suspended.num_encoder_tokens)
-    state.suspended.discard(sequence)
+    del state.suspended[sequence]
     state.counters.num_resumed += 1
     state.counters.num_recomputed_tokens += num_lost
     return num_lost
@@ -42,7 +42,6 @@ def rewind_anew(state: CacheState, sequence: Sequence, left: int) -> None:
     rows, row = state.rows, sequence.row
     tokens = rows.packed_tokens(sequence)[: left * TOKEN_BYTES]
     num_computed, num_encoder_tokens = min(rows.computed_of[row], left), sequence.num_encoder_tokens
-    state.publish(sequence)
     _require_anew(state, sequence, left)
     encoder = sequence._encoder
     if encoder is not None:
@@ -113,7 +112,7 @@ def release_gains(state: CacheState, sequence: Sequence) -> list[int]:
             node = node.parent
     for group in state.linear:
         shared, own = holdings.held_blocks(state, group, row)
-        gains[state.pool_of[group.index]] += own + int((group.references[shared] == 1).sum())
+        gains[state.pool_of[group.index]] += len(own) + int((group.references[shared] == 1).sum())
     if state.recurrent is not None:
         gains[state.pool_of[state.recurrent.index]] += 1 + len(sequence._checkpoints)
     if state.cross is not None and sequence._encoder is not None and sequence._encoder.num_holders == 1:

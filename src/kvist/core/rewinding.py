@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvist.core import holdings
+from kvist.core import holdings, rings
 from kvist.core.extents import Extent
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
@@ -18,7 +18,21 @@ def can_step_back(state: CacheState, sequence: Sequence, left: int) -> bool:
     if state.recurrent is not None and left < rows.computed_of[row]:
         return False
     computed = min(left, rows.computed_of[row])
+    if rows.wrapped[row] and not _ring_steps_back(state, row, left):
+        return False
     return all(group.span.first_block(computed) >= rows.firsts_of[group.index][row] for group in state.sliding)
+
+
+def _ring_steps_back(state: CacheState, row: int, left: int) -> bool:
+    """Say whether no token that the next one sees has been overwritten in a ring, nor its block exchanged."""
+    rows = state.rows
+    for group in state.rings:
+        ring = rings.geometry(group)
+        num_computed = rows.computed_of[row]
+        oldest_seen = left + 1 - (ring.window - ring.sink_tokens)
+        if num_computed > ring.num_tokens and oldest_seen < num_computed - ring.num_ring_tokens:
+            return False
+    return left // state.block_size >= rows.published_of[row]
 
 
 def rewind_own(state: CacheState, sequence: Sequence, left: int) -> None:
@@ -28,7 +42,7 @@ def rewind_own(state: CacheState, sequence: Sequence, left: int) -> None:
         kept = sequence._earlier[: (left - sequence._earlier_start) * TOKEN_BYTES]
         rows.set_earlier(sequence, sequence._earlier_start, kept)
     rows.num_tokens[row] = left
-    needed = -(-left // state.block_size)
+    needed = rows.columns_for(left) if left else 0
     rows.version[row] += int(rows.num_blocks[row] > needed)
     state.give_row(row, needed)
 
@@ -38,7 +52,7 @@ def rewind_published(state: CacheState, sequence: Sequence, left: int) -> None:
     rows, row = state.rows, sequence.row
     boundary, inside = divmod(left, state.block_size)
     if inside and sequence._extent.references > 1 and rows.blocks_of[row] == rows.published_of[row]:
-        state.require_columns(1)
+        state.require_column(boundary)
     sources = rows.block_table[:, row, boundary].copy()
     kept_tokens = rows.packed_tokens(sequence)[(left - inside) * TOKEN_BYTES : left * TOKEN_BYTES]
     old, published = sequence._extent, rows.num_published.item(row)

@@ -38,6 +38,8 @@ ROW_ARRAYS = (
     "version",
     "firsts",
     "ends",
+    "frozen",
+    "wrapped",
     "publish_due",
     "tail_origin",
     "state",
@@ -180,7 +182,8 @@ class Sequence:
         rows, row = self._rows, self._live_row()
         span = rows.spans[group]
         blocks = rows.block_table[group, row, : rows.ends_of[group][row]].copy()
-        blocks[span.num_sink_blocks : rows.firsts_of[group][row]] = -1
+        if span.ring is None:
+            blocks[span.num_sink_blocks : rows.firsts_of[group][row]] = -1
         return blocks
 
     @property
@@ -200,7 +203,7 @@ class Sequence:
 
     def _live_row(self) -> int:
         if self.row < 0:
-            raise SequenceError("the sequence has been freed")
+            raise SequenceError(f"the sequence {'is suspended' if self.is_suspended else 'has been freed'}")
         return self.row
 
 
@@ -242,6 +245,8 @@ class RowState:
     blocks: NDArray[np.int32]
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
+    frozen: NDArray[np.int64]
+    wrapped: bool
     num_blocks: int
     num_published: int
     num_computed: int
@@ -270,7 +275,9 @@ class SequenceRows:
     room in the tail; `publish_due` the number of computed tokens from which on there is a block to publish.
 
     `firsts` and `ends`, `[num_groups, max_sequences]`, say which columns of the table a row has in each group: from the
-    first to the end, and the sinks. Other entries of the table are 0.
+    first to the end, and the sinks. Other entries of the table are 0. A ring has all up to its end; once `wrapped`, of
+    its first `frozen` columns those from the sinks to the first are the row's own. `bubble` positions after the sinks
+    of a ring are not used.
     """
 
     def __init__(
@@ -282,6 +289,7 @@ class SequenceRows:
         self.has_full = spans[0].kind == "full"
         self.is_plain = self.has_full and num_groups == 1
         self.block_size = block_size
+        self.bubble = max(span.ring.num_bubble_tokens if span.ring else 0 for span in spans)
         self.max_tokens = max_tokens
         self.num_tokens, self.num_computed, self.num_published, self.limit, self.version = np.zeros(
             (5, max_sequences), np.int64
@@ -300,8 +308,10 @@ class SequenceRows:
         )
         self.published_of, self.due_of = self.num_published.data, self.publish_due.data
         self.limit_of, self.origin_of = self.limit.data, self.tail_origin.data
+        self.frozen = np.zeros((num_groups, max_sequences), np.int64)
+        self.wrapped = np.zeros(max_sequences, np.bool_)
         self.state = np.zeros(max_sequences, np.uint8)
-        self.block_table = np.zeros((num_groups, max_sequences, -(-max_tokens // block_size)), np.int32)
+        self.block_table = np.zeros((num_groups, max_sequences, self.columns_for(max_tokens)), np.int32)
         self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS) + CACHE_LINE_TOKENS
         self.tail = np.zeros(max_sequences * self.tail_tokens, np.int32)
         self.sequences: list[Sequence | None] = [None] * max_sequences
@@ -368,7 +378,8 @@ class SequenceRows:
             self.block_table[0, row, : self.blocks_of[row]] = 0
         else:
             self.block_table[:, row] = 0
-            self.firsts[:, row] = self.ends[:, row] = 0
+            self.firsts[:, row] = self.ends[:, row] = self.frozen[:, row] = 0
+            self.wrapped[row] = False
         self.num_waiting -= sequence.leader is not None
         self.tokens_of[row] = self.computed_of[row] = self.blocks_of[row] = self.published_of[row] = 0
         self.limit_of[row] = 0
@@ -389,7 +400,7 @@ class SequenceRows:
         self.blocks_of[row], self.published_of[row] = num_blocks, num_reused
         self.due_of[row] = start + self.block_size if sequence.publishes else NEVER
         self.origin_of[row] = row * self.tail_tokens - end
-        self.limit_of[row] = min(num_blocks * self.block_size, self.max_tokens, end + self.tail_tokens)
+        self.limit_of[row] = min(self.capacity(row), end + self.tail_tokens)
 
     def set_state(self, sequence: Sequence, state: int) -> None:
         """Let a beam wait for its leader, or run."""
@@ -410,7 +421,8 @@ class SequenceRows:
         if type(sequence) is not Sequence:
             raise ArgumentTypeError(f"{call}: expected a Sequence, got {type(sequence).__name__}")
         if sequence.row < 0:
-            raise SequenceError(f"{call}: the sequence has been freed")
+            is_over = "is suspended: resume it first" if sequence.is_suspended else "has been freed"
+            raise SequenceError(f"{call}: the sequence {is_over}")
         if sequence._rows is not self:
             raise SequenceError(f"{call}: the sequence belongs to another manager")
 
@@ -474,6 +486,8 @@ class SequenceRows:
             blocks=self.block_table[:, row, : self.width(row)].copy(),
             firsts=self.firsts[:, row].copy(),
             ends=self.ends[:, row].copy(),
+            frozen=self.frozen[:, row].copy(),
+            wrapped=bool(self.wrapped[row]),
             num_blocks=self.blocks_of[row],
             num_published=published,
             num_computed=self.num_computed.item(row),
@@ -490,6 +504,7 @@ class SequenceRows:
         table[:, width : self.width(row)] = 0
         table[:, :width] = state.blocks
         self.firsts[:, row], self.ends[:, row] = state.firsts, state.ends
+        self.frozen[:, row], self.wrapped[row] = state.frozen, state.wrapped
         self.num_blocks[row] = state.num_blocks
         self.num_computed[row] = state.num_computed
         self.version[row] += 1
@@ -508,7 +523,11 @@ class SequenceRows:
 
     def capacity(self, row: int) -> int:
         """Tokens that the row's blocks have room for."""
-        return min(self.blocks_of[row] * self.block_size, self.max_tokens)
+        return min(self.blocks_of[row] * self.block_size - self.bubble, self.max_tokens)
+
+    def columns_for(self, num_tokens: int) -> int:
+        """Count the columns that so many tokens take."""
+        return -(-(num_tokens + self.bubble) // self.block_size)
 
     def refresh_limit(self, row: int) -> None:
         """Derive `limit` of a row whose blocks or tail have changed."""
@@ -517,7 +536,8 @@ class SequenceRows:
     def refresh_limits(self, rows: NDArray[np.int64]) -> None:
         """Derive `limit` of rows whose blocks or tail have changed."""
         tail_end = rows * self.tail_tokens - self.tail_origin[rows] + self.tail_tokens
-        self.limit[rows] = np.minimum(np.minimum(self.num_blocks[rows] * self.block_size, self.max_tokens), tail_end)
+        capacity = self.num_blocks[rows] * self.block_size - self.bubble
+        self.limit[rows] = np.minimum(np.minimum(capacity, self.max_tokens), tail_end)
 
     def set_published(self, sequence: Sequence, num_blocks: int) -> None:
         """Note that the tree owns the row's first `num_blocks` blocks; forget their tokens."""
@@ -574,12 +594,13 @@ class SequenceRows:
 
     def cut(self, row: int, num_blocks: int) -> None:
         """Forget the columns of a row from `num_blocks` on; whose blocks they were is the caller's business."""
-        self.block_table[:, row, num_blocks : self.blocks_of[row]] = 0
-        self.blocks_of[row] = num_blocks
+        have = self.blocks_of[row]
         for group, span in enumerate(self.spans):
-            if span.kind not in ("full", "state", "cross"):
-                self.ends_of[group][row] = num_blocks
+            if span.kind not in ("state", "cross"):
+                self.block_table[group, row, num_blocks:have] = 0
+                self.ends_of[group][row] = min(num_blocks, self.ends_of[group][row])
                 self.firsts_of[group][row] = min(self.firsts_of[group][row], num_blocks)
+        self.blocks_of[row] = num_blocks
 
     def token_bytes(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Return the packed unpublished tokens at positions start .. end-1."""

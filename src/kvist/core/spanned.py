@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvist.core.tokens import TOKEN_BYTES
 __all__ = ["SpannedGroup"]
 
 MIN_SWEPT = 1024
+MAX_MIDDLES = 4096
 
 
 class SpannedGroup:
@@ -22,27 +24,24 @@ class SpannedGroup:
 
     `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
     tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, and
-    those at its middle are what is left to go on from when its tail goes for the sake of another group
-    (`keeps_middle`); the others are spare, and go first.
+    those at its middle are what is left to go on from when its tail goes for the sake of another group; the others are
+    spare, and go first.
     """
 
     __slots__ = (
         "_max_spare",
+        "_middles",
         "_num_offers",
         "_spare",
         "bit",
         "index",
-        "keeps_middle",
         "num_evictable",
         "pool",
         "references",
         "span",
     )
 
-    def __init__(
-        self, index: int, span: Span, pool: BlockPool, references: NDArray[np.int32], *, keeps_middle: bool
-    ) -> None:
-        self.keeps_middle = keeps_middle
+    def __init__(self, index: int, span: Span, pool: BlockPool, references: NDArray[np.int32]) -> None:
         self.index = index
         self.bit = 1 << index
         self.span = span
@@ -52,6 +51,7 @@ class SpannedGroup:
         self._spare: list[tuple[int, int, int, Extent]] = []
         self._num_offers = 0
         self._max_spare = MIN_SWEPT
+        self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
 
     # -- references ---------------------------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ class SpannedGroup:
 
     # -- what of an extent is needed ----------------------------------------------------------------------------------
 
-    def spare_columns(self, extent: Extent) -> NDArray[np.intp]:
-        """Return the columns of an extent whose blocks matter least: those in span neither at its end nor its middle.
+    def spare_columns(self, extent: Extent, *, keep_middle: bool) -> NDArray[np.intp]:
+        """Return the columns of an extent whose blocks matter least: those not in span at its end, nor at its middle.
 
         What only its holders can reach needs none but theirs.
         """
@@ -92,7 +92,7 @@ class SpannedGroup:
         if extent.key is None:
             return np.flatnonzero(present)
         num_full = len(extent.tokens) // (TOKEN_BYTES * self.span.block_size)
-        for end in (num_full // 2, num_full) if self.keeps_middle else (num_full,):
+        for end in (num_full // 2, num_full) if keep_middle else (num_full,):
             present[self._first_in_span(extent, end) : end] = False
         present[num_full:] = False
         present[: max(self.span.num_sink_blocks - extent.start, 0)] = False
@@ -182,9 +182,20 @@ class SpannedGroup:
             if extent.last_use > last_use:
                 self.offer(extent, extent.start)
                 continue
-            taken += self._take(extent, self.spare_columns(extent), wanted - taken)
+            taken += self._take(extent, self.spare_columns(extent, keep_middle=True), wanted - taken)
             if taken >= wanted:
                 self.offer(extent, extent.start)
+            else:
+                self._middles.append(extent)
+        return taken
+
+    def take_middles(self, wanted: int) -> int:
+        """Give the blocks at the middles of extents back that have no other spare ones; returns how many."""
+        taken = 0
+        while self._middles and taken < wanted:
+            extent = self._middles.popleft()
+            if extent.parent is not None:
+                taken += self._take(extent, self.spare_columns(extent, keep_middle=False), wanted - taken)
         return taken
 
     def take_any(self, extent: Extent, wanted: int) -> int:

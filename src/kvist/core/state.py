@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
-from kvist.core import holdings, recurrent
+from kvist.core import holdings, recurrent, rings
 from kvist.core.eviction import queue_of
 from kvist.core.extents import Blocks, Extent, Match
 from kvist.core.groups import spans_of
@@ -38,8 +38,9 @@ class CacheState:
     """The pools, the tree, the rows, the pins, the counts and the copies still to be made.
 
     `group_pools` are the pools by group. Of the groups that need a part of the past, `linear` have a table that follows
-    the sequence, `sliding` are those whose blocks fall out of span, `recurrent` holds one state a sequence; `cross` is
-    the index of the group for an encoder's tokens. `is_plain` says that there is one group, with full attention.
+    the sequence: `sliding` ones, whose blocks fall out of span, and `rings`, which are written in place. `recurrent`
+    holds one state a sequence; `cross` is the index of the group for an encoder's tokens. `is_plain` says that there is
+    one group, with full attention.
 
     Whoever changes it checks first: `require_rows` and `require` raise and change nothing that can be seen, and what
     comes after them must not fail.
@@ -53,15 +54,19 @@ class CacheState:
         self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
         self.pool_of = list(config.pool_of)
         self._first_group = [self.pool_of.index(pool) for pool in range(len(self.pools))]
+        self._num_evicted_for = [0] * len(self.pools)
         self.group_pools = [self.pools[pool] for pool in self.pool_of]
         self.has_full = self.spans[0].kind == "full"
         self.is_plain = self.has_full and len(self.spans) == 1
         self.max_chunk_tokens = config.max_chunk_tokens
         self.spanned = self._spanned_groups()
         self.linear = [group for group in self.spanned if group.span.kind != "state"]
+        self.rings = [group for group in self.spanned if group.span.ring is not None]
         self.sliding = [group for group in self.spanned if group.span.slides]
         self.recurrent = next((group for group in self.spanned if group.span.kind == "state"), None)
         self.cross = next((index for index, span in enumerate(self.spans) if span.kind == "cross"), None)
+        # Unused positions after the sinks would shift tokens against blocks, so nothing could be matched.
+        self.reuses = config.reuse and not any(rings.geometry(group).num_bubble_tokens for group in self.rings)
         self.tree = PrefixTree(
             len(self.spans),
             self.pools[0] if self.has_full else None,
@@ -69,14 +74,14 @@ class CacheState:
             config.block_size,
             queue_of(config.policy),
             clock,
-            partial=config.reuse and config.partial_reuse and self.recurrent is None,
+            partial=self.reuses and config.partial_reuse and self.recurrent is None,
         )
         self.identities = IdentityTable()
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
         self.counters = Counters(len(self.spans))
         self.pins: dict[Pin, PinHold] = {}
         self._expiring_pins = False
-        self.suspended: set[Sequence] = set()
+        self.suspended: dict[Sequence, None] = {}
         self.moves: list[Move] = []
         self._due_rows: set[int] = set()
         self._any_row_due = False
@@ -90,9 +95,7 @@ class CacheState:
                 pool = self.pool_of[index]
                 if pool not in references:
                     references[pool] = np.zeros(self.pools[pool].num_blocks, np.int32)
-                groups.append(
-                    SpannedGroup(index, span, self.pools[pool], references[pool], keeps_middle=len(self.spans) > 1)
-                )
+                groups.append(SpannedGroup(index, span, self.pools[pool], references[pool]))
         return groups
 
     @property
@@ -159,14 +162,22 @@ class CacheState:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def column_needs(self, num_columns: int) -> list[int]:
-        """Count the blocks by pool that so many new columns of a table take, in all groups whose tables grow."""
+        """Count the blocks by pool that so many new columns take, in all groups whose tables grow without bound."""
         if self.is_plain:
             return [num_columns]
         needs = [0] * len(self.pools)
         if self.has_full:
             needs[0] = num_columns
-        for group in self.linear:
+        for group in self.sliding:
             needs[self.pool_of[group.index]] += num_columns
+        return needs
+
+    def needs_between(self, start: int, end: int) -> list[int]:
+        """Count the blocks by pool that new columns start .. end-1 of a table take, in all groups whose tables grow."""
+        needs = self.column_needs(end - start)
+        for group in self.rings:
+            num_blocks = rings.geometry(group).num_blocks
+            needs[self.pool_of[group.index]] += max(min(end, num_blocks) - min(start, num_blocks), 0)
         return needs
 
     def chunk_end(self, num_tokens: int, num_computed: int) -> int:
@@ -198,9 +209,9 @@ class CacheState:
             held=total - free_rows,
         )
 
-    def require_columns(self, num_columns: int) -> None:
-        """Raise OutOfBlocks unless so many new columns could be had in all groups whose tables grow."""
-        self.require(self.column_needs(num_columns))
+    def require_column(self, column: int) -> None:
+        """Raise OutOfBlocks unless a new column could be had in all groups whose tables grow."""
+        self.require(self.needs_between(column, column + 1))
 
     def require(self, needs: list[int], match: Match | None = None) -> None:
         """Raise OutOfBlocks unless so many blocks of each pool could be had without what the match would hold."""
@@ -283,15 +294,20 @@ class CacheState:
         Sliding groups get no more than the next chunk after `num_computed` tokens needs, where that is given.
         """
         if num_computed is None:
-            self.make_room(self.column_needs(end - start))
+            self.make_room(self.needs_between(start, end))
         table = self.rows.block_table
         if self.has_full:
-            table[0, row, start:end] = self.pools[0].take(end - start)
-        for group in self.linear:
+            table[0, row, start:end] = self.take(0, end - start)
+        for group in self.sliding:
             stop = end
-            if num_computed is not None and self.max_chunk_tokens and group.span.slides:
+            if num_computed is not None and self.max_chunk_tokens:
                 stop = self.chunk_end(self.rows.tokens_of[row], num_computed)
-            table[group.index, row, start:stop] = group.pool.take(stop - start)
+            table[group.index, row, start:stop] = self.take(group.index, stop - start)
+            self.rows.ends_of[group.index][row] = stop
+        for group in self.rings:
+            stop = min(end, rings.geometry(group).num_blocks)
+            if stop > start:
+                table[group.index, row, start:stop] = self.take(group.index, stop - start)
             self.rows.ends_of[group.index][row] = stop
         self.rows.blocks_of[row] = end
 
@@ -327,14 +343,14 @@ class CacheState:
         if have > keep and self.has_full:
             self.pools[0].give(rows.block_table[0, row, keep:have])
         if not self.is_plain:
-            self._end_in_groups(sequence, keep)
+            self._end_in_groups(sequence)
         self._due_rows.discard(row)
         rows.close(sequence)
         self.tree.release(sequence._extent)
 
-    def _end_in_groups(self, sequence: Sequence, keep: int) -> None:
+    def _end_in_groups(self, sequence: Sequence) -> None:
         row = sequence.row
-        holdings.give_own(self, row, keep)
+        holdings.give_all_own(self, row)
         if self.recurrent is not None:
             recurrent.give_states(self, sequence)
         self.leave_encoder(sequence)
@@ -371,8 +387,17 @@ class CacheState:
             pool = self.pools[index]
             missing = needed - pool.num_free
             if missing > 0:
-                self.counters.groups[self._first_group[index]].num_reallocated += missing
+                self._num_evicted_for[index] += missing
                 self.tree.evict(pool, missing)
+
+    def take(self, group: int, n: int) -> NDArray[np.int32]:
+        """Take n free blocks for a group, and count them; returns a view that holds only until the next `give`."""
+        counters, pool = self.counters.groups[group], self.pool_of[group]
+        counters.num_allocated += n
+        if evicted := min(self._num_evicted_for[pool], n):
+            counters.num_reallocated += evicted
+            self._num_evicted_for[pool] -= evicted
+        return self.pools[pool].take(n)
 
     def order_move(self, source: int, destination: int, num_tokens: int, group: int = 0) -> None:
         """Order a copy, unless the block already is where it should be."""
@@ -394,14 +419,16 @@ class CacheState:
                     table[other, row, column] = table.item(group, row, column)
                     table[group, row, column] = source
 
-    def order_column_moves(self, source_blocks: Blocks, column: int, row: int, num_tokens: int) -> None:
+    def order_column_moves(
+        self, source_blocks: Blocks, column: int, row: int, num_tokens: int, *, skip_rings: bool = False
+    ) -> None:
         """Order copies of the first tokens of a block in each group, `source_blocks` `[groups]`, to a row's column."""
         table = self.rows.block_table
         if len(self.pools) < len(self.spans):
             self._keep_sources(source_blocks, column, row)
         if self.has_full:
             self.order_move(source_blocks.item(0), table.item(0, row, column), num_tokens)
-        for group in self.linear:
+        for group in self.sliding if skip_rings else self.linear:
             index = group.index
             self.order_move(source_blocks.item(index), table.item(index, row, column), num_tokens, index)
 
@@ -560,6 +587,8 @@ class CacheState:
         if self.has_full:
             rows.block_table[0, beam.row, :num_full] = rows.block_table[0, leader.row, :num_full]
         for group in self.linear:
+            if group.span.ring is not None and rows.wrapped[leader.row]:
+                continue
             index = group.index
             rows.block_table[index, beam.row, :num_full] = rows.block_table[index, leader.row, :num_full]
             rows.firsts_of[index][beam.row] = min(rows.firsts_of[index][leader.row], num_full)

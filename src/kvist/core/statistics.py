@@ -149,7 +149,6 @@ class GroupCounters:
         """Count the blocks of a prompt."""
         self.num_reused += num_reused
         self.num_missed += num_new
-        self.num_allocated += num_new
 
 
 class Counters:

@@ -305,9 +305,12 @@ class PrefixTree:
     def _is_covered(self, extent: Extent, rest: bytes) -> bool:
         """Say whether a child holds all of a partly filled block; remove one that `rest` begins with."""
         child, agreed = self._nearest(extent, rest[: self.block_bytes])
-        if child is None or agreed == len(rest):
-            return child is not None
-        if agreed == len(child.tokens) < self.block_bytes:
+        if child is None:
+            return False
+        is_lost = len(child.tokens) < self.block_bytes and not self._has_block(child, 0)
+        if agreed == len(rest) and not is_lost:
+            return True
+        if is_lost or agreed == len(child.tokens) < self.block_bytes:
             self.queue.withdraw(child)
             self._remove(child, remember=False)
         return False
@@ -385,6 +388,17 @@ class PrefixTree:
         for group in groups:
             if pool.num_free < wanted:
                 self._note_evicted(group.take_spare(wanted - pool.num_free))
+        if pool is not self.full_pool:
+            for group in groups:
+                if pool.num_free < wanted:
+                    self._note_evicted(group.take_middles(wanted - pool.num_free))
+        self._evict_tails(pool, groups, wanted)
+        for group in groups:
+            if pool.num_free < wanted:
+                self._take_anywhere(group, wanted)
+
+    def _evict_tails(self, pool: BlockPool, groups: list[SpannedGroup], wanted: int) -> None:
+        """Let go of positions at the tails of victims, until so many blocks of a pool are free or no victim has any."""
         passed = []
         while pool.num_free < wanted and self.queue.num_candidates:
             extent = self.queue.first()
@@ -399,9 +413,6 @@ class PrefixTree:
                 self._let_go(extent)
         for extent in passed:
             self.queue.offer(extent)
-        for group in groups:
-            if pool.num_free < wanted:
-                self._take_anywhere(group, wanted)
 
     def evict_positions(self, num_blocks: int) -> int:
         """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
