@@ -26,11 +26,15 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
         raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {longest}")
     if num_encoder_tokens:
         _check_encoder(state, num_encoder_tokens)
-    needs = most_needs(state, num_tokens, num_beams, num_encoder_tokens)
-    for index, pool in enumerate(state.pools):
-        if needs[index] > pool.num_blocks:
+    if state.is_plain:
+        needs = prompt_needs(state, num_tokens, 0, num_beams, 0)
+    else:
+        needs = most_needs(state, num_tokens, num_beams, num_encoder_tokens)
+    for index, needed in enumerate(needs):
+        pool = state.pools[index]
+        if needed > pool.num_blocks:
             raise NeverFits(
-                f"the prompt needs {needs[index]} blocks of {state.block_size} tokens, "
+                f"the prompt needs {needed} blocks of {state.block_size} tokens, "
                 f"the whole pool of group {state.pool_of.index(index)} has {pool.num_blocks}"
             )
     if num_beams > free_rows:
@@ -48,14 +52,16 @@ def prompt_needs(
     state: CacheState, num_tokens: int, num_cached: int, num_beams: int, num_encoder_tokens: int
 ) -> list[int]:
     """Count the blocks by pool that a prompt must be given, of which `num_cached` tokens are cached."""
-    block_size, num_columns = state.block_size, state.rows.columns_for(num_tokens)
-    num_reused, num_private = num_cached // block_size, num_columns - num_tokens // block_size
+    block_size = state.block_size
+    num_reused, num_full = num_cached // block_size, num_tokens // block_size
     if state.is_plain:
-        return [num_columns - num_reused + (num_beams - 1) * num_private]
+        return [num_full - num_reused + (num_beams if num_tokens % block_size else 0)]
+    num_columns = state.rows.columns_for(num_tokens)
+    num_private = num_columns - num_full
     needs = state.column_needs(num_columns - num_reused + (num_beams - 1) * num_private)
     for group in state.rings:
         end = min(num_columns, rings.geometry(group).num_blocks)
-        own = end if rings.wraps(state, num_tokens) else end - num_tokens // block_size
+        own = end if rings.wraps(state, num_tokens) else end - num_full
         needs[state.pool_of[group.index]] += end - num_reused + (num_beams - 1) * own
     if state.max_chunk_tokens:
         num_later = num_columns - state.chunk_end(num_tokens, num_cached)
@@ -131,8 +137,7 @@ def admit(
         _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
     if state.is_plain:
-        if needs[0] > state.pools[0].num_free:
-            state.make_room(needs)
+        state.make_room(needs)
         rows.block_table[0, sequence.row, num_reused:num_blocks] = state.take(0, num_blocks - num_reused)
     else:
         _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
@@ -149,6 +154,9 @@ def _count_blocks(state: CacheState, sequence: Sequence, num_reused: int, num_bl
     num_new = num_blocks - num_reused
     if num_beams > 1:
         num_new += (num_beams - 1) * (num_blocks - sequence.num_prompt_tokens // state.block_size)
+    if state.is_plain:
+        state.counters.groups[0].admit(num_reused, num_new)
+        return
     row, rows = sequence.row, state.rows
     for index, span in enumerate(state.spans):
         reused, new = num_reused, num_new
@@ -173,6 +181,8 @@ def _fill_groups(
     """Give a row what it must have besides what it reuses, in every group."""
     row, rows = sequence.row, state.rows
     start, end = rows.published_of[row], rows.blocks_of[row]
+    if start:
+        holdings.hold_shared(state, row)
     checkpoint = _checkpoint(state, match)
     state.make_room(needs)
     state.fill(row, start, end, num_computed=num_cached)
@@ -219,10 +229,6 @@ def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> N
         node, end = node.parent, node.start
     if state.linear:
         holdings.show_shared(state, row, extent, num_reused, num_reused * state.block_size)
-        for group in state.linear:
-            shared = state.blocks_in_span(group, extent, num_reused)
-            if len(shared):
-                group.retain(shared)
 
 
 def _sources(match: Match) -> Blocks:

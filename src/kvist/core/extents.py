@@ -24,16 +24,17 @@ class Extent:
     """A run of blocks that follow one another in a prefix.
 
     `tokens` are the packed ids that the blocks hold, `blocks` the ids `[num_groups, num_blocks]`, -1 where a group has
-    let one go; `start` is the place of the first block in the prefix. `last_use` and `created` are ticks of the tree;
-    `hits` counts the admissions that reused it; `ticket` is nonzero while it waits in the eviction queue, and `spare`
-    has a bit for each group that it waits in with blocks that are not needed much. What was evicted from below it, and
-    when, is in `lost`, by the key that it had.
+    let one go, which can only be where it `has_holes`; `start` is the place of the first block in the prefix.
+    `last_use` and `created` are ticks of the tree; `hits` counts the admissions that reused it; `ticket` is nonzero
+    while it waits in the eviction queue, and `spare` has a bit for each group that it waits in with blocks that are not
+    needed much. What was evicted from below it, and when, is in `lost`, by the key that it had.
     """
 
     __slots__ = (
         "blocks",
         "children",
         "created",
+        "has_holes",
         "hits",
         "keep",
         "key",
@@ -63,6 +64,7 @@ class Extent:
         self.start: int = 0 if parent is None else parent.start + parent.blocks.shape[1]
         self.lost: dict[bytes, Loss] | None = None
         self.created = self.last_use = tick
+        self.has_holes = False
         self.keep = DEFAULT_KEEP
 
     def copied(self) -> Extent:

@@ -22,6 +22,7 @@ __all__ = [
     "give_all_own",
     "give_own",
     "give_past",
+    "has_holes",
     "held_blocks",
     "hold_past",
     "hold_shared",
@@ -200,7 +201,7 @@ def show_shared(state: CacheState, row: int, extent: Extent, num_columns: int, n
         index, num_sinks = group.index, group.span.num_sink_blocks
         first = min(group.span.first_block(num_computed), num_columns)
         table = rows.block_table[index, row]
-        rows.firsts_of[index][row] = first
+        rows.firsts_of[index][row], rows.ends_of[index][row] = first, num_columns
         node = extent
         while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
             start, end = node.start, node.start + node.blocks.shape[1]
@@ -337,11 +338,20 @@ def as_tree_blocks(state: CacheState, sequence: Sequence, start: int, stop: int)
     return blocks
 
 
-def adopt(state: CacheState, blocks: Blocks, *, held: bool) -> None:
-    """Count blocks that have just become the tree's: held by the row that they come from, or by nobody."""
+def has_holes(state: CacheState, sequence: Sequence, start: int) -> bool:
+    """Say whether some group may lack blocks of a row's from column `start` on."""
+    rows, row = state.rows, sequence.row
+    if state.recurrent is not None or state.cross is not None or rows.wrapped[row]:
+        return True
+    return any(rows.firsts_of[group.index][row] > start for group in state.sliding)
+
+
+def adopt(state: CacheState, extent: Extent, blocks: Blocks, *, held: bool) -> None:
+    """Count blocks that an extent has just taken: held by the row that they come from, or by nobody."""
     for group in state.spanned:
-        column = blocks[group.index]
-        present = column[column >= 0]
+        present = blocks[group.index]
+        if extent.has_holes:
+            present = present[present >= 0]
         if held and group.span.kind != "state":
             group.references[present] = 1
         else:

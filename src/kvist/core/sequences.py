@@ -195,11 +195,11 @@ class Sequence:
         """Return how its blocks start .. end-1 are to be published, in runs: (end of the run, how to keep it)."""
         boundary = self.prompt_boundary
         if self.retention is None:
-            if self._rows.is_plain or not start < boundary < end:
+            if self._rows.is_plain or not start < boundary < end - 1:
                 return ((end, DEFAULT_KEEP),)
             return ((boundary, DEFAULT_KEEP), (end, DEFAULT_KEEP))
         runs = self.retention.keeps(start, end, self._rows.block_size, self.num_prompt_tokens)
-        return runs if self._rows.is_plain else _cut_at(boundary, start, runs)
+        return runs if self._rows.is_plain or boundary >= end - 1 else _cut_at(boundary, start, runs)
 
     def _live_row(self) -> int:
         if self.row < 0:

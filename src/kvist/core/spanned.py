@@ -58,9 +58,9 @@ class SpannedGroup:
     def retain(self, blocks: NDArray[np.int32]) -> None:
         """Hold blocks of the tree, each named once."""
         references = self.references
-        counts = references[blocks] + 1
-        references[blocks] = counts
-        self.num_evictable -= int((counts == 1).sum())
+        counts = references[blocks]
+        references[blocks] = counts + 1
+        self.num_evictable -= len(counts) - int(np.count_nonzero(counts))
 
     def relinquish(self, blocks: NDArray[np.int32]) -> None:
         """End a hold of blocks of the tree, each named once."""
@@ -92,7 +92,8 @@ class SpannedGroup:
         if extent.key is None:
             return np.flatnonzero(present)
         num_full = len(extent.tokens) // (TOKEN_BYTES * self.span.block_size)
-        for end in (num_full // 2, num_full) if keep_middle else (num_full,):
+        # One block before the end, too: a prompt that ends there is to be found but for its last token.
+        for end in (num_full // 2, max(num_full - 1, 0), num_full) if keep_middle else (max(num_full - 1, 0), num_full):
             present[self._first_in_span(extent, end) : end] = False
         present[num_full:] = False
         present[: max(self.span.num_sink_blocks - extent.start, 0)] = False
@@ -110,6 +111,8 @@ class SpannedGroup:
         while end > first and node.parent is not None:
             start = node.start
             low = max(first, start)
+            if low < end and not node.has_holes:
+                end = low
             if low < end:
                 column = node.blocks[self.index, low - start : end - start]
                 if column.min() < 0:
@@ -208,12 +211,13 @@ class SpannedGroup:
         if len(free):
             self.pool.give(column[free])
             column[free] = -1
+            extent.has_holes = True
             self.num_evictable -= len(free)
         return len(free)
 
-    def give(self, column: NDArray[np.int32]) -> int:
+    def give(self, column: NDArray[np.int32], *, has_holes: bool) -> int:
         """Give back the blocks of columns that leave the tree, which nobody may have in span; returns how many."""
-        blocks = column[column >= 0]
+        blocks = column[column >= 0] if has_holes else column
         self.pool.give(blocks)
         self.num_evictable -= len(blocks)
         return len(blocks)

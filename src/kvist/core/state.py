@@ -54,6 +54,7 @@ class CacheState:
         self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
         self.pool_of = list(config.pool_of)
         self._first_group = [self.pool_of.index(pool) for pool in range(len(self.pools))]
+        self._num_groups = [self.pool_of.count(pool) for pool in range(len(self.pools))]
         self._num_evicted_for = [0] * len(self.pools)
         self.group_pools = [self.pools[pool] for pool in self.pool_of]
         self.has_full = self.spans[0].kind == "full"
@@ -157,7 +158,8 @@ class CacheState:
         """Let rows give up the blocks that have fallen out of span."""
         if self._slides_due:
             self._slides_due = False
-            holdings.slide(self)
+            if self.rows.num_running:
+                holdings.slide(self)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -231,7 +233,7 @@ class CacheState:
         for index, needed in enumerate(needs):
             pool = self.pools[index]
             evictable = self.tree.num_evictable if self.is_plain else self.tree.evictable_in(pool)
-            if needed > pool.num_free + evictable - (most_claimed if self.is_plain else pool.num_blocks):
+            if needed > pool.num_free + evictable - most_claimed * self._num_groups[index]:
                 self._require_unclaimed(index, needed, match)
 
     def _require_unclaimed(self, index: int, needed: int, match: Match | None) -> None:
@@ -385,16 +387,17 @@ class CacheState:
         """Evict so that this many blocks of each pool are free; so many must be free or evictable."""
         for index, needed in enumerate(needs):
             pool = self.pools[index]
-            missing = needed - pool.num_free
-            if missing > 0:
-                self._num_evicted_for[index] += missing
-                self.tree.evict(pool, missing)
+            if needed > pool.num_free:
+                self._num_evicted_for[index] += needed - pool.num_free
+                self.tree.evict(pool, needed - pool.num_free)
 
     def take(self, group: int, n: int) -> NDArray[np.int32]:
         """Take n free blocks for a group, and count them; returns a view that holds only until the next `give`."""
         counters, pool = self.counters.groups[group], self.pool_of[group]
         counters.num_allocated += n
-        if evicted := min(self._num_evicted_for[pool], n):
+        evicted = self._num_evicted_for[pool]
+        if evicted:
+            evicted = min(evicted, n)
             counters.num_reallocated += evicted
             self._num_evicted_for[pool] -= evicted
         return self.pools[pool].take(n)
@@ -534,9 +537,8 @@ class CacheState:
                 else:
                     holdings.merge(self, sequence, start, existing, blocks, held=False)
             if self.spanned:
-                holdings.adopt(self, blocks[:, existing:], held=False)
-                for group in self.spanned:
-                    group.offer(sequence._extent, start + existing)
+                holdings.adopt(self, sequence._extent, blocks[:, existing:], held=False)
+                self.tree.offer_spare(sequence._extent, start + existing)
             rows.published_of[row] = start = stop
         if self.recurrent is not None:
             sequence._checkpoints.clear()
@@ -546,17 +548,20 @@ class CacheState:
         tokens = self.rows.token_bytes(sequence, start * self.block_size, end_token)
         if self.is_plain:
             blocks: Blocks = self.rows.block_table[:, sequence.row, start:stop]
+            sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
         else:
             blocks = holdings.as_tree_blocks(self, sequence, start, stop)
-        apart = not self.is_plain and start == sequence.prompt_boundary
-        sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep, apart=apart)
+            has_holes = holdings.has_holes(self, sequence, start)
+            apart = start == sequence.prompt_boundary
+            sequence._extent, existing = self.tree.insert(
+                sequence._extent, tokens, blocks, keep, apart=apart, has_holes=has_holes
+            )
         return existing, blocks
 
     def _adopt(self, sequence: Sequence, blocks: Blocks, first: int, *, held: bool) -> None:
         if self.spanned:
-            holdings.adopt(self, blocks, held=held)
-            for group in self.spanned:
-                group.offer(sequence._extent, first)
+            holdings.adopt(self, sequence._extent, blocks, held=held)
+            self.tree.offer_spare(sequence._extent, first)
 
     def _rebase(self, sequence: Sequence, start: int, existing: int, end: int, blocks: Blocks) -> None:
         """Replace the row's blocks whose content was in the tree already by the tree's, and give its own back."""

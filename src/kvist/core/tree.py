@@ -59,6 +59,7 @@ class PrefixTree:
         self.num_groups = num_groups
         self.full_pool = full_pool
         self.spanned = spanned
+        self._all_spare = sum(group.bit for group in spanned)
         self.block_bytes = block_size * TOKEN_BYTES
         self.partial = partial
         self._clock = clock
@@ -196,7 +197,7 @@ class PrefixTree:
                 return
             if extent.key is None:
                 extent.parent = None
-                self._give(extent.blocks)
+                self._give(extent.blocks, has_holes=extent.has_holes)
             else:
                 extent.last_use = tick
                 self.num_evictable += extent.blocks.shape[1]
@@ -213,9 +214,15 @@ class PrefixTree:
             if leaf is None:
                 return
             extent = leaf
-            for group in self.spanned:
-                group.offer(extent, extent.start)
+            self.offer_spare(extent, extent.start)
         self.queue.offer(extent)
+
+    def offer_spare(self, extent: Extent, first: int) -> None:
+        """Note that an extent, and those above it down to column `first`, may have blocks that matter little."""
+        if extent.spare == self._all_spare and extent.start <= first:
+            return
+        for group in self.spanned:
+            group.offer(extent, first)
 
     def _cut_to_reach(self, extent: Extent) -> Extent | None:
         """Let go of what nothing could reach at the end of a leaf, or of a chain of them; return what stays."""
@@ -272,7 +279,14 @@ class PrefixTree:
     # -- publishing ---------------------------------------------------------------------------------------------------
 
     def insert(
-        self, held: Extent, tokens: bytes, blocks: Blocks, keep: Keep = DEFAULT_KEEP, *, apart: bool = False
+        self,
+        held: Extent,
+        tokens: bytes,
+        blocks: Blocks,
+        keep: Keep = DEFAULT_KEEP,
+        *,
+        apart: bool = False,
+        has_holes: bool = False,
     ) -> tuple[Extent, int]:
         """Publish content below an extent that the caller holds, and move the hold to the deepest extent of it.
 
@@ -290,12 +304,14 @@ class PrefixTree:
         is_short = len(rest) < self.block_bytes
         if not rest or ((is_short or extent.num_short_children) and self._is_covered(extent, rest)):
             return extent, -(-len(tokens) // self.block_bytes)
-        may_grow = not apart or extent is not held
-        return self._extend(extent, rest, blocks[:, existing:], keep, listed=True, may_grow=may_grow), existing
+        extent = self._extend(
+            extent, rest, blocks[:, existing:], keep, listed=True, apart=apart and extent is held, has_holes=has_holes
+        )
+        return extent, existing
 
     def insert_unlisted(self, held: Extent, tokens: bytes, blocks: Blocks) -> Extent:
         """Put whole blocks below an extent that the caller holds, for the holders only; move the hold there."""
-        return self._extend(held, tokens, blocks, DEFAULT_KEEP, listed=False)
+        return self._extend(held, tokens, blocks, DEFAULT_KEEP, listed=False, has_holes=bool(self.spanned))
 
     def _descend(self, extent: Extent, tokens: bytes) -> tuple[Extent, int]:
         match = self.find(extent, tokens, len(tokens), partial=False)
@@ -316,21 +332,30 @@ class PrefixTree:
         return False
 
     def _extend(
-        self, extent: Extent, tokens: bytes, blocks: Blocks, keep: Keep, *, listed: bool, may_grow: bool = True
+        self,
+        extent: Extent,
+        tokens: bytes,
+        blocks: Blocks,
+        keep: Keep,
+        *,
+        listed: bool,
+        apart: bool = False,
+        has_holes: bool = False,
     ) -> Extent:
         """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along."""
         self.tick += 1
-        is_alone = may_grow and extent.references == 1 and not extent.hits
+        is_alone = not apart and extent.references == 1 and not extent.hits
         if is_alone and extent.keep == keep and self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
             extent.tokens += tokens
             extent.blocks = np.concatenate((extent.blocks, blocks), axis=1)
             extent.lost = None
+            extent.has_holes |= has_holes
             return extent
         key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks.copy(), self.tick)
-        child.references, child.keep = 1, keep
+        child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
             self._link(extent, child)
         return child
@@ -347,7 +372,7 @@ class PrefixTree:
         parent = extent.parent
         assert parent is not None
         upper = Extent(parent, extent.key, extent.tokens[:at], extent.blocks[:, :num_blocks], extent.created)
-        upper.start = extent.start
+        upper.start, upper.has_holes = extent.start, extent.has_holes
         upper.last_use, upper.hits, upper.keep = extent.last_use, extent.hits, extent.keep
         upper.references = 1 if extent.references else 0
         extent.start += num_blocks
@@ -465,8 +490,11 @@ class PrefixTree:
 
     def evictable_in(self, pool: BlockPool) -> int:
         """Count the blocks of a pool that could be evicted."""
-        full = self.num_evictable if pool is self.full_pool else 0
-        return full + sum(group.num_evictable for group in self.spanned if group.pool is pool)
+        count = self.num_evictable if pool is self.full_pool else 0
+        for group in self.spanned:
+            if group.pool is pool:
+                count += group.num_evictable
+        return count
 
     def _let_go(self, extent: Extent) -> None:
         """Give the blocks of an extent back that was a candidate until now, and take it out of the tree."""
@@ -477,7 +505,7 @@ class PrefixTree:
     def _remove(self, extent: Extent, *, remember: bool) -> Extent | None:
         """Take a leaf that nobody holds out of the tree; return its parent if that has become one."""
         self.num_evictable -= extent.blocks.shape[1]
-        num_blocks = self._give(extent.blocks)
+        num_blocks = self._give(extent.blocks, has_holes=extent.has_holes)
         if remember:
             assert extent.parent is not None
             assert extent.key is not None
@@ -487,7 +515,7 @@ class PrefixTree:
     def _shrink(self, extent: Extent, keep: int) -> None:
         dropped = extent.blocks.shape[1] - keep
         self.num_evictable -= dropped
-        num_blocks = self._give(extent.blocks[:, keep:])
+        num_blocks = self._give(extent.blocks[:, keep:], has_holes=extent.has_holes)
         extent.blocks = extent.blocks[:, :keep]
         if isinstance(extent.tokens, bytes):
             extent.tokens = bytearray(extent.tokens)
@@ -547,7 +575,7 @@ class PrefixTree:
             else:
                 extent.parent = None
                 self.num_evictable -= extent.num_blocks
-                num_freed += self._give(extent.blocks)
+                num_freed += self._give(extent.blocks, has_holes=extent.has_holes)
         return num_freed
 
     def clear(self) -> None:
@@ -561,14 +589,14 @@ class PrefixTree:
         for root in self.roots.values():
             yield from (extent for extent in root.subtree() if extent is not root)
 
-    def _give(self, blocks: Blocks) -> int:
+    def _give(self, blocks: Blocks, *, has_holes: bool) -> int:
         """Give the blocks of columns back in all groups; returns how many."""
         num_blocks = 0
         if self.full_pool is not None:
             self.full_pool.give(blocks[0])
             num_blocks = blocks.shape[1]
         for group in self.spanned:
-            num_blocks += group.give(blocks[group.index])
+            num_blocks += group.give(blocks[group.index], has_holes=has_holes)
         return num_blocks
 
     def _link(self, parent: Extent, child: Extent) -> None:
