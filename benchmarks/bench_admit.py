@@ -6,7 +6,6 @@ object per block and a hash chain; the leanest form of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ from harness import Prepare, Timing, Work, interleave
 from report import LEANEST, AtMost, AtMostTimes, Options, Row, Target, TimesFaster, main
 from subjects import (
     BLOCK_SIZE,
-    Prompt,
     field_manager,
     fill,
     kvist_manager,
@@ -24,6 +22,7 @@ from subjects import (
     serve_field,
     serve_lean,
     serving,
+    steady,
 )
 from workloads import SharedPrefixes, Tokens, as_lists, random_tokens
 
@@ -87,22 +86,6 @@ def beside_references(prompts: SharedPrefixes, num_blocks: int, times: int) -> d
         "field": steady(partial(serve_field, field_manager(num_blocks)), prompts, lists, num_blocks, times),
         "lean": steady(partial(serve_lean, lean_manager(num_blocks)), prompts, prompts.batch, num_blocks, times),
     }
-
-
-def steady(
-    run: Callable[[Sequence[Prompt]], int],
-    prompts: SharedPrefixes,
-    batch: Callable[[int], Sequence[Prompt]],
-    num_blocks: int,
-    times: int,
-) -> Prepare:
-    """A contestant whose pool is full and has every shared prefix."""
-    num_prefixes, prefix_tokens = len(prompts.prefixes), len(prompts.prefixes[0])
-    fill(run, partial(batch, num_prefixes), num_blocks)
-    num_cached = run(batch(num_prefixes))
-    if num_cached < num_prefixes * prefix_tokens:
-        raise RuntimeError(f"{num_prefixes} prefixes should be cached, but only {num_cached} tokens are")
-    return serving(run, partial(batch, times))
 
 
 def flat_rows(timings: dict[str, Timing], lengths: tuple[int, ...]) -> list[Row]:

@@ -14,42 +14,56 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+import kvist
 from harness import Prepare, Work
-from kvist import AttentionSpec, CacheConfig, KVCacheManager
+from kvist import AttentionSpec, CacheConfig, KVCacheManager, StateSpec
 from references.field import FieldManager, Request
 from references.lean import ObjectPerBlockManager, ObjectSequence
-from workloads import Tokens
+from workloads import SharedPrefixes, Tokens
 
 __all__ = [
     "BLOCK_SIZE",
+    "FULL",
     "Prompt",
     "admit_field",
+    "compute",
     "field_manager",
     "fill",
     "kvist_manager",
     "lean_manager",
     "serve",
     "serve_field",
+    "serve_in_chunks",
     "serve_lean",
     "serving",
+    "steady",
     "step",
     "step_field",
     "step_lean",
 ]
 
 BLOCK_SIZE = 16
+FULL = AttentionSpec(num_kv_heads=8, head_dim=128)
 Prompt = TypeVar("Prompt", bound=Sized)
 request_numbers = count()
 
 
-def kvist_manager(num_blocks: int, *, max_sequences: int = 256, max_sequence_length: int = 32_768) -> KVCacheManager:
-    """A manager that only decides, with the default policy and partial reuse on, as users get it."""
+def kvist_manager(
+    num_blocks: int,
+    *,
+    layers: Sequence[AttentionSpec | StateSpec] = (FULL,),
+    policy: str = "priority",
+    max_sequences: int = 256,
+    max_sequence_length: int = 32_768,
+) -> KVCacheManager:
+    """A manager that only decides, with partial reuse on, as users get it; every group has so many blocks."""
     config = CacheConfig(
-        layers=[AttentionSpec(num_kv_heads=8, head_dim=128)],
+        layers=layers,
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         max_sequences=max_sequences,
         max_sequence_length=max_sequence_length,
+        policy=policy,
     )
     return KVCacheManager(config)
 
@@ -77,6 +91,26 @@ def serve(manager: KVCacheManager, prompts: Sequence[Tokens] | Sequence[list[int
         manager.take_moves()
         manager.free(sequence)
     return num_cached
+
+
+def serve_in_chunks(manager: KVCacheManager, prompts: Sequence[Tokens]) -> int:
+    """Do as `serve` does, and commit wherever states are kept."""
+    num_cached = 0
+    for tokens in prompts:
+        sequence = manager.add_sequence(tokens)
+        num_cached += sequence.num_cached_tokens
+        compute(manager, sequence)
+        manager.take_moves()
+        manager.free(sequence)
+    return num_cached
+
+
+def compute(manager: KVCacheManager, sequence: kvist.Sequence) -> None:
+    """Commit all tokens of a sequence, in chunks that end where states are kept."""
+    num_tokens, num_computed = sequence.num_tokens, sequence.num_computed_tokens
+    while num_computed < num_tokens:
+        num_computed += manager.chunk_limit(sequence, num_tokens - num_computed)
+        manager.commit([sequence], num_computed)
 
 
 def serve_field(manager: FieldManager, prompts: Sequence[list[int]]) -> int:
@@ -134,6 +168,22 @@ def fill(
         prompts = batch()
         num_full = sum(len(tokens) // BLOCK_SIZE for tokens in prompts)
         num_published += num_full - serve_prompts(prompts) // BLOCK_SIZE
+
+
+def steady(
+    run: Callable[[Sequence[Prompt]], int],
+    prompts: SharedPrefixes,
+    batch: Callable[[int], Sequence[Prompt]],
+    num_blocks: int,
+    times: int,
+) -> Prepare:
+    """A contestant whose pool is full and has every shared prefix."""
+    num_prefixes, prefix_tokens = len(prompts.prefixes), len(prompts.prefixes[0])
+    fill(run, partial(batch, num_prefixes), num_blocks)
+    num_cached = run(batch(num_prefixes))
+    if num_cached < num_prefixes * prefix_tokens:
+        raise RuntimeError(f"{num_prefixes} prefixes should be cached, but only {num_cached} tokens are")
+    return serving(run, partial(batch, times))
 
 
 def step(manager: KVCacheManager, rows: NDArray[np.int64], tokens: Tokens | list[int]) -> None:

@@ -72,10 +72,10 @@ class DecodeBatch:
     """Tokens of each step, `[num_steps, num_sequences]`."""
 
     @classmethod
-    def make(cls, num_sequences: int, num_steps: int, seed: int = 0) -> DecodeBatch:
-        """Prompts of 33 to 96 tokens, and a random token for each sequence and step."""
+    def make(cls, num_sequences: int, num_steps: int, seed: int = 0, *, shortest: int = 33) -> DecodeBatch:
+        """Prompts of `shortest` to 63 more tokens, and a random token for each sequence and step."""
         rng = np.random.default_rng(seed)
-        prompts = [random_tokens(rng, int(length)) for length in rng.integers(33, 97, num_sequences)]
+        prompts = [random_tokens(rng, int(length)) for length in rng.integers(shortest, shortest + 64, num_sequences)]
         steps = rng.integers(0, VOCABULARY, (num_steps, num_sequences), dtype=np.int32)
         return cls(prompts, steps)
 

@@ -26,19 +26,20 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
         raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {longest}")
     if num_encoder_tokens:
         _check_encoder(state, num_encoder_tokens)
-    if state.is_plain:
-        needs = prompt_needs(state, num_tokens, 0, num_beams, 0)
-    else:
-        needs = most_needs(state, num_tokens, num_beams, num_encoder_tokens)
-    for index, needed in enumerate(needs):
-        pool = state.pools[index]
-        if needed > pool.num_blocks:
-            raise NeverFits(
-                f"the prompt needs {needed} blocks of {state.block_size} tokens, "
-                f"the whole pool of group {state.pool_of.index(index)} has {pool.num_blocks}"
-            )
+    if num_tokens // state.block_size + num_beams + num_encoder_tokens >= state.sure_columns:
+        _check_pools(state, num_tokens, num_beams, num_encoder_tokens)
     if num_beams > free_rows:
         state.require_rows(num_beams, free_rows)
+
+
+def _check_pools(state: CacheState, num_tokens: int, num_beams: int, num_encoder_tokens: int) -> None:
+    needs = most_needs(state, num_tokens, num_beams, num_encoder_tokens)
+    for index, pool in enumerate(state.pools):
+        if needs[index] > pool.num_blocks:
+            raise NeverFits(
+                f"the prompt needs {needs[index]} blocks of {state.block_size} tokens, "
+                f"the whole pool of group {state.pool_of.index(index)} has {pool.num_blocks}"
+            )
 
 
 def _check_encoder(state: CacheState, num_encoder_tokens: int) -> None:

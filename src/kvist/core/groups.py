@@ -11,6 +11,8 @@ from kvist.config import CacheConfig, GroupSpec, Kind
 
 __all__ = ["RingGeometry", "Span", "spans_of"]
 
+UNBOUNDED = 2**62
+
 
 @dataclass(frozen=True, slots=True)
 class RingGeometry:
@@ -98,6 +100,13 @@ class Span:
     def slides(self) -> bool:
         """Whether blocks of a running sequence fall out of span."""
         return self.kind in ("sliding", "chunked")
+
+    @property
+    def num_most_blocks(self) -> int:
+        """Blocks in span at most, counted back from where a sequence goes on; no bound where the first count, too."""
+        if self.num_sink_blocks or self.kind in ("ring", "state"):
+            return UNBOUNDED
+        return -(-(self.window or self.chunk_tokens) // self.block_size) + 1
 
     def first_block(self, num_computed: int) -> int:
         """Return the first block, sinks apart, that the token after `num_computed` others needs."""

@@ -115,9 +115,8 @@ def give_own(state: CacheState, row: int, keep: int) -> None:
 def give_all_own(state: CacheState, row: int) -> None:
     """Give back all of a row's own blocks, in all groups whose tables grow but the full one."""
     for group in state.linear:
-        own = held_blocks(state, group, row)[1]
-        if len(own):
-            group.pool.give(own)
+        if group.span.ring is not None or state.rows.ends_of[group.index][row] > state.rows.published_of[row]:
+            group.pool.give(held_blocks(state, group, row)[1])
 
 
 def hold_shared(state: CacheState, row: int) -> None:
@@ -326,8 +325,9 @@ def as_tree_blocks(state: CacheState, sequence: Sequence, start: int, stop: int)
         else:
             blocks[group.index, max(rows.ends_of[group.index][row] - start, 0) :] = -1
     for group in state.sliding:
-        low = max(group.span.num_sink_blocks - start, 0)
-        blocks[group.index, low : max(rows.firsts_of[group.index][row] - start, 0)] = -1
+        first = rows.firsts_of[group.index][row]
+        if first > start:
+            blocks[group.index, max(group.span.num_sink_blocks - start, 0) : first - start] = -1
     if state.recurrent is not None:
         blocks[state.recurrent.index] = -1
         for column, checkpoint in sequence._checkpoints:

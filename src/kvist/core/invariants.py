@@ -271,5 +271,7 @@ def _free_row_problems(state: CacheState) -> Iterator[str]:
     waiting = sum(sequence.leader is not None for sequence in rows.running())
     if rows.num_waiting != waiting:
         yield f"{rows.num_waiting} beams are counted as waiting, {waiting} are"
+    if rows.num_running != len(live):
+        yield f"{rows.num_running} rows are counted as running, {len(live)} are"
     if rows.num_free + len(live) != len(rows.state):
         yield f"{rows.num_free} rows are free and {len(live)} are live, of {len(rows.state)}"

@@ -315,7 +315,7 @@ class SequenceRows:
         self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS) + CACHE_LINE_TOKENS
         self.tail = np.zeros(max_sequences * self.tail_tokens, np.int32)
         self.sequences: list[Sequence | None] = [None] * max_sequences
-        self.num_waiting = 0
+        self.num_waiting = self.num_running = 0
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._last_batch: tuple[tuple[np.dtype[Any], bytes], Batch] | None = None
 
@@ -326,7 +326,7 @@ class SequenceRows:
         for name in ROW_ARRAYS:
             getattr(twin, name)[:] = getattr(self, name)
         twin.sequences = copy.deepcopy(self.sequences, memo)
-        twin.num_waiting = self.num_waiting
+        twin.num_waiting, twin.num_running = self.num_waiting, self.num_running
         twin._free_rows = list(self._free_rows)
         return twin
 
@@ -336,11 +336,6 @@ class SequenceRows:
     def num_free(self) -> int:
         """Rows that no sequence has."""
         return len(self._free_rows)
-
-    @property
-    def num_running(self) -> int:
-        """Rows that a sequence has."""
-        return len(self.sequences) - len(self._free_rows)
 
     def free_rows(self) -> list[int]:
         """List the rows that no sequence has."""
@@ -367,6 +362,7 @@ class SequenceRows:
             sequence = resumed
             sequence.row, sequence._extent, sequence._suspended = row, extent, None
         self.sequences[row] = sequence
+        self.num_running += 1
         self.state[row] = RUNNING
         self._last_batch = None
         return sequence
@@ -386,6 +382,7 @@ class SequenceRows:
         self.due_of[row] = NEVER
         self.state[row] = FREE
         self.sequences[row] = None
+        self.num_running -= 1
         self._free_rows.append(row)
         self._last_batch = None
         sequence.row = -1
@@ -400,7 +397,7 @@ class SequenceRows:
         self.blocks_of[row], self.published_of[row] = num_blocks, num_reused
         self.due_of[row] = start + self.block_size if sequence.publishes else NEVER
         self.origin_of[row] = row * self.tail_tokens - end
-        self.limit_of[row] = min(self.capacity(row), end + self.tail_tokens)
+        self.limit_of[row] = min(num_blocks * self.block_size - self.bubble, self.max_tokens, end + self.tail_tokens)
 
     def set_state(self, sequence: Sequence, state: int) -> None:
         """Let a beam wait for its leader, or run."""

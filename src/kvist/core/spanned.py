@@ -29,9 +29,11 @@ class SpannedGroup:
     """
 
     __slots__ = (
+        "_max_offered",
         "_max_spare",
         "_middles",
-        "_num_offers",
+        "_num_ranked",
+        "_offered",
         "_spare",
         "bit",
         "index",
@@ -49,8 +51,9 @@ class SpannedGroup:
         self.references = references
         self.num_evictable = 0
         self._spare: list[tuple[int, int, int, Extent]] = []
-        self._num_offers = 0
-        self._max_spare = MIN_SWEPT
+        self._num_ranked = 0
+        self._offered: list[Extent] = []
+        self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
 
     # -- references ---------------------------------------------------------------------------------------------------
@@ -157,26 +160,32 @@ class SpannedGroup:
         """Note that an extent, and those above it down to column `first`, may have spare blocks."""
         node = extent
         while node.parent is not None:
-            if not node.spare & self.bit and node.blocks.shape[1] > 0:
+            if not node.spare & self.bit:
                 node.spare |= self.bit
-                self._num_offers += 1
-                rank = node.keep.priority if node.key is not None else -1
-                heappush(self._spare, (rank, node.last_use, self._num_offers, node))
-                if len(self._spare) > self._max_spare:
-                    self._sweep_spare()
+                self._offered.append(node)
+                if len(self._offered) > self._max_offered:
+                    self._offered = [each for each in self._offered if each.parent is not None]
+                    self._max_offered = 2 * len(self._offered) + MIN_SWEPT
             if node.start <= first:
                 return
             node = node.parent
 
-    def _sweep_spare(self) -> None:
-        """Drop the entries of extents that are gone, so that they do not pile up."""
-        self._spare = [entry for entry in self._spare if entry[3].parent is not None]
-        heapify(self._spare)
-        self._max_spare = 2 * len(self._spare) + MIN_SWEPT
+    def _rank_offered(self) -> None:
+        """Put what was offered since into order: the least priority first, among equals the least recently used."""
+        for extent in self._offered:
+            self._num_ranked += 1
+            rank = extent.keep.priority if extent.key is not None else -1
+            heappush(self._spare, (rank, extent.last_use, self._num_ranked, extent))
+        self._offered.clear()
+        if len(self._spare) > self._max_spare:
+            self._spare = [entry for entry in self._spare if entry[3].parent is not None]
+            heapify(self._spare)
+            self._max_spare = 2 * len(self._spare) + MIN_SWEPT
 
     def take_spare(self, wanted: int) -> int:
         """Give spare blocks back to the pool, oldest extents first and from their heads; returns how many."""
         taken = 0
+        self._rank_offered()
         while self._spare and taken < wanted:
             _, last_use, _, extent = heappop(self._spare)
             extent.spare &= ~self.bit
@@ -184,6 +193,7 @@ class SpannedGroup:
                 continue
             if extent.last_use > last_use:
                 self.offer(extent, extent.start)
+                self._rank_offered()
                 continue
             taken += self._take(extent, self.spare_columns(extent, keep_middle=True), wanted - taken)
             if taken >= wanted:

@@ -54,6 +54,8 @@ class CacheState:
         self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
         self.pool_of = list(config.pool_of)
         self._first_group = [self.pool_of.index(pool) for pool in range(len(self.pools))]
+        # A prompt of so few columns fits in every pool, whatever its groups.
+        self.sure_columns = min(pool.num_blocks // self.pool_of.count(i) for i, pool in enumerate(self.pools)) - 1
         self._num_groups = [self.pool_of.count(pool) for pool in range(len(self.pools))]
         self._num_evicted_for = [0] * len(self.pools)
         self.group_pools = [self.pools[pool] for pool in self.pool_of]

@@ -59,6 +59,7 @@ class PrefixTree:
         self.num_groups = num_groups
         self.full_pool = full_pool
         self.spanned = spanned
+        self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
         self._all_spare = sum(group.bit for group in spanned)
         self.block_bytes = block_size * TOKEN_BYTES
         self.partial = partial
@@ -158,6 +159,8 @@ class PrefixTree:
 
     def reach(self, extent: Extent, num_blocks: int) -> int:
         """Return the longest prefix of at most that many blocks, on the path to an extent, that all groups reach."""
+        if not extent.has_holes and extent.start + self._widest <= num_blocks:
+            return num_blocks
         reached, last = num_blocks, -1
         while reached != last:
             last = reached
@@ -290,10 +293,11 @@ class PrefixTree:
     ) -> tuple[Extent, int]:
         """Publish content below an extent that the caller holds, and move the hold to the deepest extent of it.
 
-        With `apart`, in an extent of its own, so that what has been there before can be gone on from.
 
         Returns that extent and the number of leading `blocks` whose content was already there: these the tree does not
-        take. The last block may be partly filled; then the caller must release the hold at once.
+        take. With groups that need a part of the past, the array itself becomes the extent's. The last block may be
+        partly filled; then the caller must release the hold at once. With `apart`, new content gets an extent of its
+        own, so that what has been there before can be gone on from.
         """
         known = held.children is not None and tokens[: self.block_bytes] in held.children
         extent, existing = self._descend(held, tokens) if known else (held, 0)
@@ -354,7 +358,7 @@ class PrefixTree:
             extent.has_holes |= has_holes
             return extent
         key = tokens[: self.block_bytes] if listed else None
-        child = Extent(extent, key, tokens, blocks.copy(), self.tick)
+        child = Extent(extent, key, tokens, blocks if self.spanned else blocks.copy(), self.tick)
         child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
             self._link(extent, child)
