@@ -1,5 +1,7 @@
 """Small layers of every span, managers over several of them, and ways to see and to make holes in a group."""
 
+import numpy as np
+
 from kvist import AttentionSpec, CacheConfig, KVCacheManager, StateSpec
 
 FULL = AttentionSpec(1, 1)
@@ -40,9 +42,7 @@ def lose(manager, group, column):
     lost = 0
     for extent in manager._state.tree.extents():
         if extent.start <= column < extent.start + extent.num_blocks:
-            blocks = extent.blocks[group, column - extent.start : column - extent.start + 1]
-            lost += spanned.give(blocks)
-            blocks[:] = -1
+            lost += spanned._take(extent, np.array([column - extent.start]), 1)
     assert lost
 
 

@@ -38,6 +38,11 @@ def moves(manager):
     return [(move.source, move.destination, move.num_tokens) for move in manager.take_moves()]
 
 
+def group_moves(manager):
+    """The moves to be made as (group, source, destination, number of tokens)."""
+    return [(move.group, move.source, move.destination, move.num_tokens) for move in manager.take_moves()]
+
+
 def label(value):
     """A test's id for a value of any kind: the same in every process."""
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:60]
@@ -45,19 +50,25 @@ def label(value):
 
 def books(manager):
     """Everything that a call which is refused must leave as it was."""
-    rows = manager._state.rows
+    state, rows = manager._state, manager._state.rows
     return {
         "digest": manager.digest(),
         "stats": manager.stats(),
-        "tick": manager._state.tree.tick,
-        "moves": list(manager._state.moves),
-        "namespaces": list(manager._state.tree.roots),
-        "free": manager._state.pools[0].free_blocks().tolist(),
-        "candidates": sorted(extent.ticket for extent in manager._state.tree.queue.candidates()),
+        "tick": state.tree.tick,
+        "moves": list(state.moves),
+        "namespaces": list(state.tree.roots),
+        "free": [pool.free_blocks().tolist() for pool in state.pools],
+        "candidates": sorted(extent.ticket for extent in state.tree.queue.candidates()),
         "published": rows.num_published.tolist(),
         "versions": rows.version.tolist(),
         "limits": rows.limit.tolist(),
         "tables": rows.block_table.tolist(),
+        "spans": [rows.firsts.tolist(), rows.ends.tolist()],
+        "references": [group.references.tolist() for group in state.spanned],
+        "evictable": [group.num_evictable for group in state.spanned],
+        "checkpoints": [list(sequence._checkpoints) for sequence in rows.running()],
+        "suspended": list(state.suspended),
+        "pins": list(state.pins),
     }
 
 

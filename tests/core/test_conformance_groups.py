@@ -117,6 +117,15 @@ def test_V23_evicting_half_of_the_blocks_of_a_hybrid_prompt_leaves_half_of_it():
     assert manager.stats().num_evictable_blocks == 4
 
 
+@pytest.mark.parametrize(("num_taken", "found"), [(10, 16), (12, 12), (14, 8), (16, 4)])
+def test_V23_a_prompt_that_needs_blocks_of_a_hybrid_one_takes_no_more_of_it_than_that(num_taken, found):
+    """Differs: after 15 blocks of others they find nothing; of 19, others take what is free first, and then the end."""
+    manager = grouped([FULL, sliding(8)], num_blocks=19, shared_pool=True)
+    cached(manager, range(16))
+    assert manager.add_sequence([9] * 4 * (num_taken // 2)).num_blocks == num_taken
+    assert hit(manager, range(17)) == found
+
+
 def three_groups(**settings):
     """Full attention and two windows of two blocks; theirs have equal widths, which would be one group here."""
     return grouped([FULL, sliding(32), sliding(31)], block_size=16, **settings)
@@ -197,21 +206,32 @@ def test_V50_the_end_of_a_prompt_is_found_whatever_its_length():
 
 
 def test_V50_V53_under_pressure_windows_before_branches_and_ends_stay_longest():
-    """Two prompts share 6 blocks of 16; the window pool has 7 left, which is what the shared part, the longer prompt
-    again, and what follows it need.
+    """Two prompts share 6 blocks of 16; the window pool has 8 of 17 blocks left: what the shared part, the longer
+    prompt again and what follows it need, and one more.
     """
     manager = grouped([FULL, sliding(48)], block_size=16, num_blocks=[64, 24])
     cached(manager, range(256))
     cached(manager, [*range(96), 7])
-    manager.free(manager.add_sequence([9] * 16 * 17))
-    assert boundaries(manager, range(256), 16) == [5, 14, 15]
+    manager.free(manager.add_sequence([9] * 16 * 16))
+    assert boundaries(manager, range(256), 16) == [4, 5, 14, 15]
 
 
-# -- recurrent states -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_blocks", [45, 77])
+def test_V59_a_prompt_computed_in_chunks_needs_its_whole_past_and_one_chunk_more_than_its_window(num_blocks):
+    """512 tokens in chunks of 128 over full attention and a window of 64: 32 and 13 blocks of 16 tokens."""
+    settings = {"block_size": 16, "shared_pool": True, "max_chunk_tokens": 128}
+    manager = grouped([FULL, sliding(64)], num_blocks=num_blocks, **settings)
+    _, chunks = prefill(manager, range(512))
+    assert chunks == [128] * 4
+    assert manager.stats().num_held_blocks == 32 + 4
+    with pytest.raises(NeverFits, match="needs 45 blocks"):
+        grouped([FULL, sliding(64)], num_blocks=44, **settings).add_sequence(range(512))
+    with pytest.raises(NeverFits, match="needs 29 blocks"):
+        grouped([FULL, sliding(64)], num_blocks=4, **settings).add_sequence(range(256))
 
 
 def prefill(manager, tokens, at_most=None):
-    """Admit and compute a prompt in the chunks that its states ask for, of no more than so many tokens."""
+    """Admit and compute a prompt in the chunks that the manager asks for, of no more than so many tokens."""
     sequence = manager.add_sequence(tokens)
     chunks = []
     while left := sequence.num_tokens - sequence.num_computed_tokens:
@@ -220,10 +240,14 @@ def prefill(manager, tokens, at_most=None):
     return sequence, chunks
 
 
+# -- recurrent states -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("checkpoint_tokens", "at_most", "kept"),
     [
         (None, 16, [*range(16)]),
+        (16, None, [*range(16)]),
         (64, None, [3, 7, 11, 14, 15]),
         (1024, None, [14]),
     ],

@@ -98,18 +98,6 @@ def test_a_first_step_takes_no_more_than_the_ring(num_tokens, num_blocks):
     assert manager.num_free_blocks == 64 - num_blocks
 
 
-def test_a_full_ring_needs_nothing_for_its_next_step_nor_until_the_end():
-    manager = ring(46, block_size=8)
-    sequence = computed(manager, range(44))
-    manager.append([sequence], [[7, 7]])
-    assert sequence.num_tokens == 46
-    assert manager.blocks_needed_next_step(sequence) == 0
-    assert manager.blocks_needed_to_completion(sequence, 20) == 0
-    before = manager.num_free_blocks
-    manager.append([sequence], [[7] * 18])
-    assert manager.num_free_blocks == before
-
-
 @pytest.mark.parametrize("num_tokens", [9, 12, 20])
 def test_a_prompt_longer_than_the_ring_finds_nothing_and_leaves_nothing(num_tokens):
     manager = ring(8, num_blocks=8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.misses import miss_of
@@ -110,6 +108,7 @@ def admit(
     retention: Retention | None,
     num_beams: int,
     num_encoder_tokens: int = 0,
+    reuses: bool = True,
     resumed: Sequence | None = None,
 ) -> Sequence:
     """Give a checked prompt a row that holds what it matched, and blocks for the rest, or raise OutOfBlocks.
@@ -132,7 +131,7 @@ def admit(
     sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
     if resumed is None:
         sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss
-        sequence.num_cached_tokens = num_cached
+        sequence.num_cached_tokens, sequence.reuses = num_cached, reuses
         state.counters.admit(num_tokens, num_cached, miss)
     if num_reused:
         _fill_from_tree(state, sequence, num_reused)
@@ -166,7 +165,7 @@ def _count_blocks(state: CacheState, sequence: Sequence, num_reused: int, num_bl
         elif span.kind == "cross":
             reused, new = 0, rows.ends_of[index][row]
         elif span.kind != "full":
-            reused -= rows.firsts_of[index][row]
+            reused -= max(rows.firsts_of[index][row] - span.num_sink_blocks, 0)
             new += rows.ends_of[index][row] - num_blocks
         state.counters.groups[index].admit(reused, new)
 
@@ -196,10 +195,9 @@ def _fill_groups(
         state.join_encoder(sequence, Encoder(blocks, num_encoder_tokens))
     if match is not None and match.known > match.position:
         sequence.num_shared_tokens = match.known // TOKEN_BYTES
-    if state.rings:
-        if rings.wraps(state, sequence.num_tokens):
-            rings.wrap(state, row)
-        rings.set_limits(state, np.array([row]))
+    if state.rings and rings.wraps(state, sequence.num_tokens):
+        rings.wrap(state, row)
+        rows.refresh_limit(row)
 
 
 def _checkpoint(state: CacheState, match: Match | None) -> int | None:

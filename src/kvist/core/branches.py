@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from kvist.core import holdings, recurrent, rewinding, rings
@@ -119,7 +118,6 @@ def _copy_into(state: CacheState, sequence: Sequence, past: RowState) -> None:
             state.order_column_moves(past.blocks[:, published], published, sequence.row, written, skip_rings=True)
     if state.rings:
         rings.copy_own(state, sequence.row, past)
-        rings.set_limits(state, np.array([sequence.row]))
     if state.recurrent is not None:
         recurrent.give_row_a_state(state, sequence.row)
         if past.num_computed:
@@ -190,7 +188,7 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
     for _ in range(num_beams - 1):
         state.tree.hold(root)
         beam = rows.open(leader.namespace, root, publishes=leader.publishes)
-        beam.leader, beam.num_cached_tokens = leader, leader.num_cached_tokens
+        beam.leader, beam.num_cached_tokens, beam.reuses = leader, leader.num_cached_tokens, leader.reuses
         rows.set_state(beam, WAITING)
         state.join_encoder(beam, leader._encoder)
         rows.restore(beam, holdings.published_part(state, past))
@@ -198,8 +196,6 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
         if end > num_full or rows.wrapped[beam.row]:
             _fill_own(state, beam.row, num_full, end)
             rows.refresh_limit(beam.row)
-        if state.rings:
-            rings.set_limits(state, np.array([beam.row]))
         if state.recurrent is not None:
             recurrent.give_row_a_state(state, beam.row)
         beams.append(beam)

@@ -13,7 +13,7 @@ from kvist.core.moves import Move
 from kvist.core.sequences import Batch, Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
-from kvist.errors import NeverFits, SequenceError
+from kvist.errors import NeverFits, OutOfBlocks, SequenceError
 
 __all__ = ["accept", "append_arrays", "append_one_each", "commit_one", "commit_rows", "grow", "reserve"]
 
@@ -36,8 +36,6 @@ def append_arrays(state: CacheState, batch: Batch, packed: list[bytes]) -> None:
     for row, added in zip(batch.rows.tolist(), packed, strict=True):
         rows.extend_earlier(rows.sequence_at(row), added)
     rows.refresh_limits(batch.rows)
-    if state.rings:
-        rings.set_limits(state, batch.rows)
 
 
 def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], call: str) -> None:
@@ -70,6 +68,19 @@ def _add_columns(state: CacheState, batch: Batch, have: NDArray[np.int64], extra
     state.rows.refresh_limits(batch.rows)
 
 
+def _require_together(state: CacheState, needs: list[int], more: list[int]) -> list[int]:
+    total = [n + m for n, m in zip(needs, more, strict=True)]
+    state.require(total)
+    return total
+
+
+def _publish_wrapping(state: CacheState, batch: Batch, num_tokens: NDArray[np.int64]) -> None:
+    """Publish the rows that are to wrap a last time."""
+    for row, tokens in zip(batch.rows.tolist(), num_tokens.tolist(), strict=True):
+        if rings.wraps(state, tokens) and not state.rows.wrapped[row] and state.rows.sequence_at(row).publishes:
+            state.publish(state.rows.sequence_at(row))
+
+
 def _grow_with_rings(
     state: CacheState,
     batch: Batch,
@@ -78,14 +89,20 @@ def _grow_with_rings(
     wanted: NDArray[np.int64],
 ) -> None:
     """Give rows columns, and their rings what they must have of their own before they overwrite it."""
+    rings.refuse_overwriting(state, batch.rows, wanted)
     grown = rings.growth_of(state, batch.rows, have + extra, wanted)
-    of_rings = rings.num_needed(state, grown)
-    needs = [n + m for n, m in zip(state.column_needs(int(extra.sum())), of_rings, strict=True)]
-    state.require(needs)
+    of_columns = state.column_needs(int(extra.sum()))
+    taking_over = False
+    try:
+        needs = _require_together(state, of_columns, rings.num_needed(state, grown, taking_over=False))
+    except OutOfBlocks:
+        taking_over = True
+        needs = _require_together(state, of_columns, rings.num_needed(state, grown, taking_over=True))
+    else:
+        _publish_wrapping(state, batch, wanted)
     state.make_room(needs)
-    rings.perform(state, grown, batch.rows, wanted)
+    rings.perform(state, grown, batch.rows, wanted, taking_over=taking_over)
     _add_columns(state, batch, have, extra)
-    rings.set_limits(state, batch.rows)
 
 
 def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike | None) -> None:
@@ -103,13 +120,13 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
         _check_chunk(state, batch.rows, counts)
     rows.num_computed[select] = counts
     state.note_rows_committed()
-    if state.max_chunk_tokens and state.sliding:
-        holdings.prepare_chunks(state, batch.rows)
-    if state.recurrent is not None:
-        recurrent.checkpoint(state, batch.rows)
     if rows.num_waiting:
         for row in batch.rows.tolist():
             branches.start_beams(state, rows.sequence_at(row))
+    if state.recurrent is not None:
+        recurrent.checkpoint(state, batch.rows)
+    if state.max_chunk_tokens and state.sliding:
+        holdings.prepare_chunks(state, batch.rows)
 
 
 def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes: NDArray[np.int64]) -> None:
@@ -122,14 +139,16 @@ def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes:
     if len(ids) > have:
         rows.extend_earlier(sequence, ids[have:].tobytes())
         rows.refresh_limit(row)
-    for to_block, from_block, to_offset, from_offset, n in _runs(base, nodes, state.block_size):
-        for group, span in enumerate(state.spans):
-            if span.kind not in ("state", "cross"):
-                table = rows.block_table[group, row]
-                source, destination = table.item(from_block), table.item(to_block)
-                state.moves.append(
-                    Move(source, destination, n, group, source_offset=from_offset, destination_offset=to_offset)
-                )
+    for group, span in enumerate(state.spans):
+        if span.kind in ("state", "cross"):
+            continue
+        bubble = span.ring.num_bubble_tokens if span.ring is not None and base >= span.ring.sink_tokens else 0
+        table = rows.block_table[group, row]
+        for to_block, from_block, to_offset, from_offset, n in _runs(base + bubble, nodes, state.block_size):
+            source, destination = table.item(from_block), table.item(to_block)
+            state.moves.append(
+                Move(source, destination, n, group, source_offset=from_offset, destination_offset=to_offset)
+            )
     rows.computed_of[row] = base + len(ids)
     state.note_committed(row)
 
@@ -163,12 +182,12 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
         branches.require_exact_prompt(state, sequence, rows.tokens_of[row])
     rows.computed_of[row] = rows.tokens_of[row]
     state.note_committed(row)
-    if state.max_chunk_tokens and state.sliding:
-        holdings.prepare_chunks(state, np.array([row]))
-    if state.recurrent is not None:
-        recurrent.checkpoint(state, np.array([row]))
     if rows.num_waiting:
         branches.start_beams(state, sequence)
+    if state.recurrent is not None:
+        recurrent.checkpoint(state, np.array([row]))
+    if state.max_chunk_tokens and state.sliding:
+        holdings.prepare_chunks(state, np.array([row]))
 
 
 def _grow_by_one(state: CacheState, at_limit: NDArray[np.int64]) -> None:
@@ -200,8 +219,6 @@ def _empty_full_tails(state: CacheState, at_limit: NDArray[np.int64], num_tokens
         for row in at_limit[tails_full].tolist():
             rows.empty_tail(rows.sequence_at(row))
     rows.refresh_limits(at_limit)
-    if state.rings:
-        rings.set_limits(state, at_limit)
 
 
 def _give_columns(state: CacheState, at_rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:

@@ -241,6 +241,8 @@ def prepare_chunks(state: CacheState, rows: NDArray[np.int64]) -> None:
     missing = missing_columns(state, rows)
     if not missing.any():
         return
+    for row in rows.tolist():
+        state.publish(state.rows.sequence_at(row))
     state.slide()
     for at, row in enumerate(rows.tolist()):
         for group, wanted in zip(state.sliding, missing[:, at].tolist(), strict=True):

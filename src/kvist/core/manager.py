@@ -124,8 +124,8 @@ class CacheCore:
             retention=retention,
             num_beams=num_beams,
             num_encoder_tokens=num_encoder_tokens,
+            reuses=bool(reuse) and not num_encoder_tokens,
         )
-        sequence.reuses = bool(reuse) and not num_encoder_tokens
         self._perform_moves([sequence])
         return sequence
 
@@ -194,6 +194,8 @@ class CacheCore:
         end = rows.computed_of[sequence.row] + int(places[-1]) + 1
         if end > sequence.capacity:
             raise SequenceError(f"accept: node {places[-1]} is at position {end - 1}, capacity is {sequence.capacity}")
+        if state.rings and rings.wraps(state, end):
+            raise SequenceError(f"accept: node {places[-1]} at position {end - 1} has overwritten tokens in a ring")
         growth.accept(state, sequence, ids, places)
         self._perform_moves()
 
@@ -413,7 +415,8 @@ class CacheCore:
         needed = sum(state.column_needs(num_columns - have))
         if state.rings:
             row, columns, tokens = np.array([sequence.row]), np.array([num_columns]), np.array([total])
-            needed += sum(rings.num_needed(state, rings.growth_of(state, row, columns, tokens)))
+            grown = rings.growth_of(state, row, columns, tokens)
+            needed += sum(rings.num_needed(state, grown, taking_over=True))
         return needed
 
     # -- branches -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvist.core import admission, branches, holdings
-from kvist.core.extents import Extent
+from kvist.core.extents import Extent, Match
 from kvist.core.sequences import Sequence, Suspended
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
@@ -66,6 +66,20 @@ def _readmit(state: CacheState, sequence: Sequence, tokens: bytes, num_computed:
     match = None
     if sequence.reuses and limit:
         match = admission.match_prompt(state, tokens, sequence.namespace, limit)
+    try:
+        _admit_again(state, sequence, tokens, match, num_encoder_tokens)
+    except OutOfBlocks:  # with chunks, what is cached of a window takes blocks that a chunk from the start does not
+        if match is None:
+            raise
+        _admit_again(state, sequence, tokens, None, num_encoder_tokens)
+    state.rows.refresh_limit(sequence.row)
+    assert state.rows.tokens_of[sequence.row] == num_tokens
+    return num_computed - state.rows.computed_of[sequence.row]
+
+
+def _admit_again(
+    state: CacheState, sequence: Sequence, tokens: bytes, match: Match | None, num_encoder_tokens: int
+) -> None:
     admission.admit(
         state,
         tokens,
@@ -77,9 +91,6 @@ def _readmit(state: CacheState, sequence: Sequence, tokens: bytes, num_computed:
         num_encoder_tokens=num_encoder_tokens,
         resumed=sequence,
     )
-    state.rows.refresh_limit(sequence.row)
-    assert state.rows.tokens_of[sequence.row] == num_tokens
-    return num_computed - state.rows.computed_of[sequence.row]
 
 
 def _require_anew(state: CacheState, sequence: Sequence, left: int) -> None:

@@ -18,6 +18,8 @@ def can_step_back(state: CacheState, sequence: Sequence, left: int) -> bool:
     if state.recurrent is not None and left < rows.computed_of[row]:
         return False
     computed = min(left, rows.computed_of[row])
+    if rows.bubble and left // state.block_size < rows.published_of[row]:
+        return False
     if rows.wrapped[row] and not _ring_steps_back(state, row, left):
         return False
     return all(group.span.first_block(computed) >= rows.firsts_of[group.index][row] for group in state.sliding)

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core import holdings
+from kvist.core.extents import Extent
 from kvist.core.groups import RingGeometry
-from kvist.core.sequences import NEVER, RowState, Sequence
+from kvist.core.sequences import NEVER, RowState
 from kvist.core.spanned import SpannedGroup
 from kvist.errors import SequenceError
 
@@ -32,7 +33,7 @@ __all__ = [
     "num_needed",
     "num_own",
     "perform",
-    "set_limits",
+    "refuse_overwriting",
     "wrap",
     "wraps",
 ]
@@ -58,29 +59,30 @@ def wraps(state: CacheState, num_tokens: int) -> bool:
     return any(num_tokens > geometry(group).num_tokens for group in state.rings)
 
 
+def refuse_overwriting(state: CacheState, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
+    """Raise SequenceError where beams wait for a prompt that its leader would overwrite with so many tokens."""
+    for row, tokens in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+        sequence = state.rows.sequence_at(row)
+        waiting = sequence._waiting_beams() if wraps(state, tokens) else []
+        if waiting and tokens > state.rows.tokens_of[row]:
+            raise SequenceError(
+                f"{len(waiting)} beams wait for the prompt of {sequence!r}, which would overwrite it: commit that first"
+            )
+
+
 def growth_of(
     state: CacheState, rows: NDArray[np.int64], num_columns: NDArray[np.int64], num_tokens: NDArray[np.int64]
 ) -> list[RingGrowth]:
-    """Say what the rings of rows must get before these have so many columns and tokens; publishes those that wrap."""
+    """Say what the rings of rows must get before these have so many columns and tokens."""
     grown = []
     for row, columns, tokens in zip(rows.tolist(), num_columns.tolist(), num_tokens.tolist(), strict=True):
-        if wraps(state, tokens) and not state.rows.wrapped[row]:
-            _refuse_waiting(state.rows.sequence_at(row))
-            state.publish(state.rows.sequence_at(row))
         for group in state.rings:
             end = min(columns, geometry(group).num_blocks)
-            private_end = min(_last_written(geometry(group), tokens) + 1, _num_shared(state, group, row))
+            private_end = min(_last_written(geometry(group), tokens) + 1, _num_to_share(state, group, row))
             each = RingGrowth(group, row, end, private_end)
-            if end > state.rows.ends_of[group.index][row] or _num_private(state, each):
+            if end > state.rows.ends_of[group.index][row] or private_end > _first_shared(state, group, row):
                 grown.append(each)
     return grown
-
-
-def _refuse_waiting(sequence: Sequence) -> None:
-    if waiting := sequence._waiting_beams():
-        raise SequenceError(
-            f"{len(waiting)} beams wait for the prompt of {sequence!r}, which would overwrite it: commit that first"
-        )
 
 
 def _last_written(ring: RingGeometry, num_tokens: int) -> int:
@@ -92,10 +94,11 @@ def _last_written(ring: RingGeometry, num_tokens: int) -> int:
     return ring.position(num_tokens - 1) // ring.block_size
 
 
-def _num_shared(state: CacheState, group: SpannedGroup, row: int) -> int:
-    """Count the leading columns that the tree has, or had before they became the row's own."""
-    rows = state.rows
-    num_shared: int = rows.frozen.item(group.index, row) if rows.wrapped[row] else rows.published_of[row]
+def _num_to_share(state: CacheState, group: SpannedGroup, row: int) -> int:
+    """Count the leading columns that the tree has, once the row is published as it is when it wraps."""
+    num_shared = state.rows.num_shared_of(group.index, row)
+    if not state.rows.wrapped[row] and state.rows.sequence_at(row).publishes:
+        num_shared = state.rows.computed_of[row] // state.block_size
     return min(num_shared, geometry(group).num_blocks)
 
 
@@ -105,20 +108,44 @@ def _first_shared(state: CacheState, group: SpannedGroup, row: int) -> int:
     return max(first, group.span.num_sink_blocks)
 
 
-def _num_private(state: CacheState, growth: RingGrowth) -> int:
-    return max(growth.private_end - _first_shared(state, growth.group, growth.row), 0)
-
-
-def num_needed(state: CacheState, grown: list[RingGrowth]) -> list[int]:
-    """Count the blocks by pool that rings must get."""
+def num_needed(state: CacheState, grown: list[RingGrowth], *, taking_over: bool) -> list[int]:
+    """Count the blocks by pool that rings must get; with `taking_over`, none for what nobody else holds."""
     needs = [0] * len(state.pools)
     for each in grown:
-        new = max(each.end - state.rows.ends_of[each.group.index][each.row], 0)
-        needs[state.pool_of[each.group.index]] += new + _num_private(state, each)
+        needs[state.pool_of[each.group.index]] += max(each.end - state.rows.ends_of[each.group.index][each.row], 0)
+        for column in range(_first_shared(state, each.group, each.row), each.private_end):
+            if not _takes_over(state, each.group, each.row, column, taking_over=taking_over):
+                needs[state.pool_of[each.group.index]] += 1
     return needs
 
 
-def perform(state: CacheState, grown: list[RingGrowth], rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
+def _takes_over(state: CacheState, group: SpannedGroup, row: int, column: int, *, taking_over: bool) -> bool:
+    """Say whether a row makes a shared block its own as it is: nobody else holds it, and nobody else needs find it."""
+    if column >= state.rows.published_of[row]:
+        return True  # its own until now, and to be published with the rest only where there is room for another
+    block = state.rows.block_table.item(group.index, row, column)
+    if group.references.item(block) != 1:
+        return False
+    return taking_over or _extent_of(state, row, column).key is None
+
+
+def _extent_of(state: CacheState, row: int, column: int) -> Extent:
+    """Return the extent on a row's path that has a column."""
+    node: Extent = state.rows.sequence_at(row)._extent
+    while node.start > column:
+        assert node.parent is not None
+        node = node.parent
+    return node
+
+
+def perform(
+    state: CacheState,
+    grown: list[RingGrowth],
+    rows: NDArray[np.int64],
+    num_tokens: NDArray[np.int64],
+    *,
+    taking_over: bool,
+) -> None:
     """Give rings what they must get, and note which rows have wrapped; there must be as many blocks."""
     for row, tokens in zip(rows.tolist(), num_tokens.tolist(), strict=True):
         if wraps(state, tokens) and not state.rows.wrapped[row]:
@@ -129,9 +156,9 @@ def perform(state: CacheState, grown: list[RingGrowth], rows: NDArray[np.int64],
         if each.end > end:
             table[end : each.end] = state.take(index, each.end - end)
             state.rows.ends_of[index][each.row] = each.end
-        first, private_end = _first_shared(state, each.group, each.row), each.private_end
-        if private_end > first:
-            _make_private(state, each.group, each.row, first, private_end)
+        num_shared = min(each.private_end, state.rows.num_shared_of(index, each.row))
+        for column in range(_first_shared(state, each.group, each.row), num_shared):
+            _make_private(state, each.group, each.row, column, taking_over=taking_over)
 
 
 def wrap(state: CacheState, row: int) -> None:
@@ -144,20 +171,31 @@ def wrap(state: CacheState, row: int) -> None:
     rows.due_of[row] = NEVER
 
 
-def _make_private(state: CacheState, group: SpannedGroup, row: int, first: int, end: int) -> None:
-    """Give a row blocks of its own for shared columns, with copies of what is still in its window."""
-    index = group.index
-    table = state.rows.block_table[index, row]
-    shared = table[first:end].copy()
-    own = state.take(group.index, end - first).copy()
-    table[first:end] = own
-    state.rows.firsts_of[index][row] = end
-    state.rows.version[row] += 1
-    if not geometry(group).has_extra_block:  # with one more, a block has left the window when it is overwritten
-        for source, destination in zip(shared.tolist(), own.tolist(), strict=True):
-            state.order_move(source, destination, state.block_size, index)
-    group.relinquish(shared)
-    group.offer(state.rows.sequence_at(row)._extent)
+def _make_private(state: CacheState, group: SpannedGroup, row: int, column: int, *, taking_over: bool) -> None:
+    """Give a row a block of its own for a shared column, with a copy of it if it is still in its window."""
+    index, rows = group.index, state.rows
+    shared = rows.block_table[index, row, column : column + 1].copy()
+    if _takes_over(state, group, row, column, taking_over=taking_over):
+        group.relinquish(shared)
+        group.num_evictable -= 1
+        extent = _extent_of(state, row, column)
+        extent.blocks[index, column - extent.start] = -1
+        extent.has_holes = True
+    else:
+        rows.block_table[index, row, column] = state.take(index, 1)[0]
+        if _is_seen(geometry(group), column, rows.computed_of[row]):
+            own = rows.block_table.item(index, row, column)
+            state.order_move(int(shared[0]), own, state.block_size, index)
+        group.relinquish(shared)
+        group.offer(rows.sequence_at(row)._extent)
+        rows.version[row] += 1
+    rows.firsts_of[index][row] = column + 1
+
+
+def _is_seen(ring: RingGeometry, column: int, num_computed: int) -> bool:
+    """Say whether the token after `num_computed` others sees one of a column's."""
+    last = min((column + 1) * ring.block_size - ring.num_bubble_tokens, ring.num_tokens) - 1
+    return last >= num_computed + 1 - (ring.window - ring.sink_tokens)
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
@@ -169,7 +207,7 @@ def num_own(state: CacheState, group: SpannedGroup, row: int, num_columns: int) 
     if not rows.wrapped[row]:
         return max(end - rows.computed_of[row] // state.block_size, 0)
     num_sinks = group.span.num_sink_blocks
-    num_shared = _num_shared(state, group, row)
+    num_shared = min(rows.num_shared_of(group.index, row), geometry(group).num_blocks)
     first = _first_shared(state, group, row)
     return end - min(num_sinks, num_shared) - max(num_shared - first, 0)
 
@@ -196,26 +234,3 @@ def copy_own(state: CacheState, row: int, past: RowState) -> None:
             if n > 0 and column < past.ends.item(index):
                 source, destination = past.blocks.item(index, column), state.rows.block_table.item(index, row, column)
                 state.order_move(source, destination, n, index)
-
-
-# -- limits -----------------------------------------------------------------------------------------------------------
-
-
-def set_limits(state: CacheState, rows: NDArray[np.int64]) -> None:
-    """Lower the limits of rows to where appending would overwrite a shared block of a ring."""
-    for row in rows.tolist():
-        for group in state.rings:
-            state.rows.limit_of[row] = min(state.rows.limit_of[row], _next_shared(state, group, row))
-
-
-def _next_shared(state: CacheState, group: SpannedGroup, row: int) -> int:
-    """Return up to which number of tokens a row can grow without writing to a shared block, or wrapping."""
-    ring, num_tokens = geometry(group), state.rows.tokens_of[row]
-    if not state.rows.wrapped[row]:
-        return ring.num_tokens
-    first = _first_shared(state, group, row)
-    if first >= _num_shared(state, group, row):
-        return NEVER
-    # The token that is the first to be written to column `first`, at the earliest the next one.
-    turn = ring.num_tokens + max(first * ring.block_size - ring.num_sink_positions, 0)
-    return max(turn, num_tokens)

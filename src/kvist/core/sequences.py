@@ -182,6 +182,8 @@ class Sequence:
         rows, row = self._rows, self._live_row()
         span = rows.spans[group]
         blocks = rows.block_table[group, row, : rows.ends_of[group][row]].copy()
+        if self.leader is not None:
+            blocks[rows.ends_of[group][self.leader.row] : rows.published_of[row]] = -1
         if span.ring is None:
             blocks[span.num_sink_blocks : rows.firsts_of[group][row]] = -1
         return blocks
@@ -252,6 +254,7 @@ class RowState:
     num_computed: int
     tokens: bytes
     publishes: bool
+    reuses: bool
     num_prompt_tokens: int
     retention: Retention | None
 
@@ -289,6 +292,7 @@ class SequenceRows:
         self.has_full = spans[0].kind == "full"
         self.is_plain = self.has_full and num_groups == 1
         self.block_size = block_size
+        self.rings = [(group, span.ring) for group, span in enumerate(spans) if span.ring is not None]
         self.bubble = max(span.ring.num_bubble_tokens if span.ring else 0 for span in spans)
         self.max_tokens = max_tokens
         self.num_tokens, self.num_computed, self.num_published, self.limit, self.version = np.zeros(
@@ -398,6 +402,8 @@ class SequenceRows:
         self.due_of[row] = start + self.block_size if sequence.publishes else NEVER
         self.origin_of[row] = row * self.tail_tokens - end
         self.limit_of[row] = min(num_blocks * self.block_size - self.bubble, self.max_tokens, end + self.tail_tokens)
+        if self.rings:
+            self.refresh_limit(row)
 
     def set_state(self, sequence: Sequence, state: int) -> None:
         """Let a beam wait for its leader, or run."""
@@ -490,6 +496,7 @@ class SequenceRows:
             num_computed=self.num_computed.item(row),
             tokens=self.token_bytes(sequence, published * self.block_size, num_tokens),
             publishes=sequence.publishes,
+            reuses=sequence.reuses,
             num_prompt_tokens=sequence.num_prompt_tokens,
             retention=sequence.retention,
         )
@@ -505,7 +512,7 @@ class SequenceRows:
         self.num_blocks[row] = state.num_blocks
         self.num_computed[row] = state.num_computed
         self.version[row] += 1
-        sequence._extent, sequence.publishes = state.extent, state.publishes
+        sequence._extent, sequence.publishes, sequence.reuses = state.extent, state.publishes, state.reuses
         sequence.num_prompt_tokens, sequence.retention = state.num_prompt_tokens, state.retention
         self.set_earlier(sequence, state.num_published * self.block_size, state.tokens)
         self.set_published(sequence, state.num_published)
@@ -529,12 +536,36 @@ class SequenceRows:
     def refresh_limit(self, row: int) -> None:
         """Derive `limit` of a row whose blocks or tail have changed."""
         self.limit_of[row] = min(self.capacity(row), self.tail_start(row) + self.tail_tokens)
+        if self.rings:
+            self.limit_of[row] = min(self.limit_of[row], self._ring_limit(row))
 
     def refresh_limits(self, rows: NDArray[np.int64]) -> None:
         """Derive `limit` of rows whose blocks or tail have changed."""
         tail_end = rows * self.tail_tokens - self.tail_origin[rows] + self.tail_tokens
         capacity = self.num_blocks[rows] * self.block_size - self.bubble
         self.limit[rows] = np.minimum(np.minimum(capacity, self.max_tokens), tail_end)
+        if self.rings:
+            for row in rows.tolist():
+                self.limit_of[row] = min(self.limit_of[row], self._ring_limit(row))
+
+    def num_shared_of(self, group: int, row: int) -> int:
+        """Count a ring's leading columns that the tree has, or had before they became the row's own."""
+        num_shared: int = self.frozen.item(group, row) if self.wrapped[row] else self.published_of[row]
+        return num_shared
+
+    def _ring_limit(self, row: int) -> int:
+        """Return up to which number of tokens a row can grow without wrapping, or overwriting what is not its own."""
+        limit = NEVER
+        for group, ring in self.rings:
+            if not self.wrapped[row]:
+                limit = min(limit, ring.num_tokens)
+                continue
+            first = max(self.firsts_of[group][row], self.spans[group].num_sink_blocks)
+            if first < self.num_shared_of(group, row):
+                # The token that is the first to be written to column `first`.
+                turn = ring.num_tokens + max(first * ring.block_size - ring.num_sink_positions, 0)
+                limit = min(limit, max(turn, self.tokens_of[row]))
+        return limit
 
     def set_published(self, sequence: Sequence, num_blocks: int) -> None:
         """Note that the tree owns the row's first `num_blocks` blocks; forget their tokens."""

@@ -209,6 +209,8 @@ class SpannedGroup:
             extent = self._middles.popleft()
             if extent.parent is not None:
                 taken += self._take(extent, self.spare_columns(extent, keep_middle=False), wanted - taken)
+                if taken >= wanted:
+                    self._middles.appendleft(extent)
         return taken
 
     def take_any(self, extent: Extent, wanted: int) -> int:

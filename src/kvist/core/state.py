@@ -225,10 +225,10 @@ class CacheState:
                 return
 
     def _require_evictable(self, needs: list[int], match: Match | None) -> None:
-        if self._slides_due:
-            self.slide()
         if self._any_row_due or self._due_rows:
             self.publish_committed()
+        if self._slides_due:
+            self.slide()
         if self._expiring_pins:
             self._expire_pins()
         most_claimed = 0 if match is None else match.position // self.tree.block_bytes

@@ -59,6 +59,7 @@ class PrefixTree:
         self.num_groups = num_groups
         self.full_pool = full_pool
         self.spanned = spanned
+        self._no_blocks = np.empty((num_groups, 0), np.int32)
         self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
         self._all_spare = sum(group.bit for group in spanned)
         self.block_bytes = block_size * TOKEN_BYTES
@@ -199,8 +200,8 @@ class PrefixTree:
                 self._forget_if_empty(extent)
                 return
             if extent.key is None:
-                extent.parent = None
                 self._give(extent.blocks, has_holes=extent.has_holes)
+                self._forget_content(extent)
             else:
                 extent.last_use = tick
                 self.num_evictable += extent.blocks.shape[1]
@@ -432,9 +433,12 @@ class PrefixTree:
         while pool.num_free < wanted and self.queue.num_candidates:
             extent = self.queue.first()
             keep = self._num_kept(extent, pool, groups, wanted - pool.num_free)
-            if keep == extent.blocks.shape[1]:
+            if keep == extent.blocks.shape[1] and (extent.blocks >= 0).any():
                 self.queue.withdraw(extent)
                 passed.append(extent)
+            elif keep == extent.blocks.shape[1]:
+                self.queue.withdraw_first()
+                self._let_go(extent)
             elif keep:
                 self._shrink(extent, keep)
             else:
@@ -514,7 +518,14 @@ class PrefixTree:
             assert extent.parent is not None
             assert extent.key is not None
             self._note_loss(extent.parent, extent.key, num_blocks)
-        return self._unlink(extent)
+        parent = self._unlink(extent)
+        self._forget_content(extent)
+        return parent
+
+    def _forget_content(self, extent: Extent) -> None:
+        """Let an extent that has left the tree weigh nothing, whoever still knows of it."""
+        extent.parent = None
+        extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
 
     def _shrink(self, extent: Extent, keep: int) -> None:
         dropped = extent.blocks.shape[1] - keep
@@ -577,9 +588,9 @@ class PrefixTree:
                 for group in self.spanned:
                     group.offer(extent, extent.start)
             else:
-                extent.parent = None
                 self.num_evictable -= extent.num_blocks
                 num_freed += self._give(extent.blocks, has_holes=extent.has_holes)
+                self._forget_content(extent)
         return num_freed
 
     def clear(self) -> None:

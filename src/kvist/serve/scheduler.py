@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from kvist import KVCacheManager, NeverFits, OutOfBlocks, Sequence
-from kvist.config import GroupSpec
+from kvist.config import CacheConfig, GroupSpec
 from kvist.core.extents import Namespace
 from kvist.core.tokens import MAX_TOKEN
 from kvist.errors import ArgumentError, ArgumentTypeError, ConfigError
@@ -160,8 +160,10 @@ class Scheduler:
         self._append_generated()
         chunks: list[Chunk] = []
         budget = self._max_step_tokens
-        for request in self._running:
-            budget -= self._take_chunk(request, budget, chunks)
+        at = 0
+        while at < len(self._running):  # which a request that needs blocks may shorten from its end
+            budget -= self._take_chunk(self._running[at], budget, chunks)
+            at += 1
         while budget and self._admit_next():
             budget -= self._take_chunk(self._running[-1], budget, chunks)
         return chunks
@@ -202,7 +204,7 @@ class Scheduler:
             )
         for group, pool in enumerate(config.pool_of):
             sharing = [kind for kind, other in zip(config.groups, config.pool_of, strict=True) if other == pool]
-            num_blocks = sum(_num_blocks(kind, num_tokens, config.block_size) for kind in sharing)
+            num_blocks = sum(_num_blocks(kind, num_tokens, config) for kind in sharing)
             if num_blocks > config.group_num_blocks[group]:
                 whole = "cache" if len(config.groups) == 1 else f"pool of group {group}"
                 raise NeverFits(
@@ -218,15 +220,18 @@ class Scheduler:
             try:
                 self._manager.append([_sequence(request) for request in behind], tokens)
             except OutOfBlocks:
-                if len(self._running) == 1:
+                if not self._preempt_latest():
                     raise
-                self._preempt_latest()
 
-    def _preempt_latest(self) -> None:
+    def _preempt_latest(self) -> bool:
+        """Suspend the latest arrival; False where it is the only one that runs."""
+        if len(self._running) == 1:
+            return False
         request = self._running.pop()
         self._manager.suspend(_sequence(request))
         request.num_preemptions += 1
         self._waiting.appendleft(request)
+        return True
 
     def _admit_next(self) -> bool:
         """Move the first waiting request to the running ones; False when none waits or it must go on waiting."""
@@ -262,13 +267,27 @@ class Scheduler:
         """Plan as many of the request's tokens as the budget and the manager allow; return how many."""
         sequence = _sequence(request)
         start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_tokens - start, budget, self._manager.config.max_chunk_tokens or budget)
-        if num_tokens > 1:
-            num_tokens = self._manager.chunk_limit(sequence, num_tokens)
+        wanted = min(sequence.num_tokens - start, budget)
+        num_tokens = self._manager.chunk_limit(sequence, wanted)
+        if wanted and not num_tokens and self._reserve_chunk(request):
+            num_tokens = self._manager.chunk_limit(sequence, wanted)
         if num_tokens:
             end = start + num_tokens
             chunks.append(Chunk(request, sequence, start, end, is_last=end == sequence.num_tokens))
         return num_tokens
+
+    def _reserve_chunk(self, request: Request) -> bool:
+        """Get blocks of windows for the next chunk, preempting the latest arrivals; False if that is the request."""
+        while True:
+            try:
+                self._manager.reserve([_sequence(request)], 0)
+            except OutOfBlocks:
+                if not self._preempt_latest():
+                    raise
+                if request is self._waiting[0]:
+                    return False
+            else:
+                return True
 
     def _end_if_done(self, request: Request, token: int) -> None:
         if token in request.stop_token_ids:
@@ -287,9 +306,19 @@ class Scheduler:
             self._manager.free(sequence)
 
 
-def _num_blocks(group: GroupSpec, num_tokens: int, block_size: int) -> int:
-    """Count the blocks of a group that a prompt of so many tokens takes: all of them, as when it is resumed."""
-    return 1 if group.kind == "state" else -(-num_tokens // block_size)
+def _num_blocks(group: GroupSpec, num_tokens: int, config: CacheConfig) -> int:
+    """Count the blocks of a group that a sequence of so many tokens has at most, if all of it is computed in chunks.
+
+    What a chunk of C tokens sees in a window of W are W - 1 + C tokens, which touch one block more than they fill.
+    """
+    if group.kind == "state":
+        return 1
+    num_columns = -(-num_tokens // config.block_size)
+    span = group.window or group.chunk_tokens
+    if not span or config.max_chunk_tokens is None:
+        return num_columns
+    num_sinks = -(-group.sink_tokens // config.block_size)
+    return min(num_columns, num_sinks + 1 + -(-(span + config.max_chunk_tokens - 2) // config.block_size))
 
 
 def _sequence(request: Request) -> Sequence:

@@ -41,7 +41,8 @@ class Batch:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
-        kinds = {group.kind for group in manager.config.groups}
+        self.groups = manager.config.groups
+        kinds = {group.kind for group in self.groups}
         self._has_states = "state" in kinds
         self._can_start_anywhere = kinds == {"full"}
         self._max_columns = manager.config.max_chunk_tokens or manager.config.max_sequence_length

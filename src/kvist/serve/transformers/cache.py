@@ -70,6 +70,8 @@ class PagedCache(Cache):
             raise ConfigError(["ring is True, but a PagedCache needs windows whose blocks are not written again"])
         self._namespace = namespace
         self._depends_on_padding = layers.asks_for_positions
+        has_windows = any(group.kind in ("sliding", "chunked") for group in config.groups)
+        self._needs_chunks = has_windows and config.max_chunk_tokens is None
         self._weights = weight_stamps(model)
         self._namespaces: set[tuple[Any, ...]] = set()
         self._batch = Batch(self.manager)
@@ -251,10 +253,13 @@ class PagedCache(Cache):
             lacking = "num_blocks, max_sequences or max_sequence_length"
             if isinstance(error, OutOfBlocks):
                 lacking = "max_sequences" if isinstance(error, OutOfRows) else "num_blocks"
+            chunks = ""
+            if self._needs_chunks:
+                chunks = " A window holds a whole prompt while that is computed, unless you set max_chunk_tokens."
             advice = (
                 f"make the PagedCache with more {lacking}, or pass fewer or shorter rows: all rows of a call, beams, "
                 f"prompts and new tokens, share {_sizes(self.manager.config)}. "
-                "The rows of this call were ended; what they had computed stays reusable"
+                f"The rows of this call were ended; what they had computed stays reusable.{chunks}"
             )
             error.args = (f"{error}; {advice}",)
             raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from kvist.config import AttentionSpec, LayerSpec
+from kvist.config import AttentionSpec, GroupSpec, LayerSpec
 from kvist.serve.layers import ModelLayers, StatePart, load_states, state_tensors
 from kvist.serve.transformers.step import AttentionStep, StateStep, Step, first_column
 
@@ -41,8 +41,8 @@ def _shares(spec: LayerSpec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.shares_layer is not None
 
 
-def _group_of(cache: PagedCache, spec: int) -> int:
-    return next(number for number, group in enumerate(cache.manager.config.groups) if spec in group.layers)
+def _group_of(cache: PagedCache, spec: int) -> tuple[int, GroupSpec]:
+    return next((index, group) for index, group in enumerate(cache.manager.config.groups) if spec in group.layers)
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -59,14 +59,11 @@ class AttentionLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._spec = spec
-        self._group = _group_of(cache, spec)
+        self._group, self._span = _group_of(cache, spec)
+        # So transformers calls layers that hand out less than all columns, chunks included.
+        self.is_sliding = self._span.kind != "full"
         self.is_initialized = True
         self.is_updated = False
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether it hands out less than all columns, as windows and chunks do."""
-        return self._cache.manager.config.groups[self._group].kind != "full"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the arena was made with the cache."""
@@ -91,7 +88,7 @@ class AttentionLayer(CacheLayerMixin):
         """Return how many columns `update` will hand out after `query_length` new ones, and the first of them."""
         num_query = query_length if isinstance(query_length, int) else len(query_length)
         num_past = self.get_seq_length()
-        first = first_column(self._cache.manager.config.groups[self._group], num_past)
+        first = first_column(self._span, num_past)
         return num_past - first + num_query, first
 
     def get_max_length(self) -> int:
@@ -114,7 +111,7 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states=len({key for _, key in parts}))
         self._memory = cache.memory
         self._state_spec = spec
-        self._state_group = _group_of(cache, spec)
+        self._state_group, _ = _group_of(cache, spec)
         self._parts = parts
 
     def activate_past_recording(self) -> None:

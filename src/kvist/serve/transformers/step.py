@@ -79,7 +79,7 @@ def plan_step(manager: KVCacheManager, batch: Batch, part: Part, device: Any) ->
 
 class _Plan:
     def __init__(self, manager: KVCacheManager, batch: Batch, part: Part, device: Any) -> None:
-        self._manager, self._part, self._device = manager, part, device
+        self._manager, self._groups, self._part, self._device = manager, batch.groups, part, device
         self._block_size = manager.config.block_size
         owners, self._owner_of_row = batch.owners_in(part)
         self._sequences = batch.sequences(owners)
@@ -90,7 +90,7 @@ class _Plan:
         self._written = (np.arange(part.first, part.end) >= stored[part.rows, None]) & is_owner
 
     def step(self) -> Step:
-        groups = enumerate(self._manager.config.groups)
+        groups = enumerate(self._groups)
         return Step(
             self._part,
             self._tensor(np.flatnonzero(self._written)),
