@@ -2,7 +2,8 @@
 
 Reference: a model of full layers alone. Against it stand full layers with sliding windows of 1,024 and of 512 tokens,
 which are three groups; for information, full layers with a window of 1,024 and recurrent states. All take turns at the
-same work, and every group has as many blocks as the one. Pools are full, so that every allocation of attention evicts.
+same work, and every group has as many blocks as the one. Where requests are served, pools of attention layers are full,
+so that every allocation evicts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measure(options: Options) -> list[Row]:
     """Each kind of work in turns: finding, serving, decoding, then what schedulers do less often."""
     repeats, times = (3, 2) if options.quick else (30, 256)
     w2 = interleave(serving_contestants(SharedPrefixes(16, 2_048, 2_048), times), repeats=repeats)
-    short = interleave(serving_contestants(SharedPrefixes(50, 48, 52), 4 * times), repeats=repeats)
+    short = interleave(serving_contestants(SharedPrefixes(50, 48, 52), 2 * times), repeats=repeats)
     return [
         *rows("match 32k tokens, cached", interleave(match_contestants(min(times, 50)), repeats=repeats)),
         *rows("admit, commit, free 4,096 tokens, 2,048 cached", w2),
@@ -78,19 +79,16 @@ def rows_of(name: str, values: dict[str, float], unit: str, target: AtMostTimes 
 
 
 def match_contestants(times: int) -> dict[str, Prepare]:
-    """A prompt of 32k tokens and one of its own, all 32k cached as the beginning of a longer one."""
+    """32k tokens that are cached as the beginning of a longer prompt, and one token that is not."""
     rng = np.random.default_rng(1)
     shared = random_tokens(rng, LONG_TOKENS)
     prompt, longer = (np.concatenate([shared, random_tokens(rng, n)]) for n in (1, BLOCK_SIZE))
-    return {name: matching(mix, [*short_prompts(), longer], prompt, times) for name, mix in MIXES.items()}
-
-
-def short_prompts() -> list[Tokens]:
-    return SharedPrefixes(20, 48, 52, seed=2).batch(1_000)
+    cached = [*SharedPrefixes(20, 48, 52, seed=2).batch(1_000), longer]
+    return {name: matching(mix, cached, prompt, times) for name, mix in MIXES.items()}
 
 
 def matching(mix: Mix, cached: Sequence[Tokens], prompt: Tokens, times: int) -> Prepare:
-    """Look a cached prompt up."""
+    """Look a prompt up. Raises RuntimeError if the cached ones do not hold it."""
     manager = kvist_manager(NUM_BLOCKS, layers=mix.layers, max_sequence_length=2 * LONG_TOKENS)
     mix.serve(manager, cached)
     num_found = manager.match_prefix(prompt).num_tokens

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench_groups
 from harness import Work, again, interleave
-from kvist import AttentionSpec, CacheConfig, KVCacheManager
+from kvist import AttentionSpec, CacheConfig, KVCacheManager, StateSpec
 from references.field import Block as FieldBlock
 from references.field import BlockMap, FieldManager, FreeQueue, Request, block_hash
 from references.lean import BlockChainIndex, ObjectPerBlockManager, block_digests, bytes_agree
 from report import AtMost, AtMostTimes, Row, TimesFaster, machine, machine_line, sha_instructions, table
-from subjects import admit_field, serve_field, step_field
+from subjects import FULL, admit_field, kvist_manager, serve_field, serve_in_chunks, step_field
 from workloads import DecodeBatch, PrefixForest, SharedPrefixes, expand_ids, random_tokens, read_trace, synthetic_trace
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -384,6 +385,41 @@ def test_workloads_are_int32_tokens_in_range():
     assert work.num_blocks(block_size=4) >= sum(-(-(len(prompt) + 3) // 4) for prompt in work.prompts)
 
 
+def test_a_decode_batch_can_begin_past_a_window():
+    work = DecodeBatch.make(num_sequences=50, num_steps=1, shortest=1_025)
+    lengths = [len(prompt) for prompt in work.prompts]
+    assert 1_025 <= min(lengths) < max(lengths) < 1_025 + 64
+
+
+def test_prompts_of_models_with_states_are_gone_on_from_once_a_state_is_kept_there():
+    layers = (FULL, StateSpec(shapes=((4,),), dtype="float32"))
+    manager = kvist_manager(32, layers=layers, max_sequence_length=64)
+    prompts = SharedPrefixes(1, 32, 20).batch(3)
+    found = [serve_in_chunks(manager, [prompt]) for prompt in prompts]
+    assert found == [0, 0, 32]
+
+
+def test_the_mixes_have_the_groups_that_they_are_named_for():
+    kinds = {
+        name: [group.kind for group in CacheConfig(mix.layers, num_blocks=1).groups]
+        for name, mix in bench_groups.MIXES.items()
+    }
+    assert kinds == {
+        "one": ["full"],
+        "three": ["full", "sliding", "sliding"],
+        "states": ["full", "sliding", "state"],
+    }
+
+
+def test_a_comparison_of_groups_refuses_pools_that_are_not_full_and_prompts_that_are_not_cached(monkeypatch):
+    monkeypatch.setattr(bench_groups, "steady", lambda *_: None)
+    three = bench_groups.MIXES["three"]
+    with pytest.raises(RuntimeError, match="should evict, but 8192 full blocks are blank"):
+        bench_groups.FullPools.of(three, SharedPrefixes(1, 16, 16))
+    with pytest.raises(RuntimeError, match="only 0 of its tokens are"):
+        bench_groups.matching(three, [], ids(1, 2, 3), times=1)
+
+
 def test_conversations_of_the_synthetic_trace_go_on_from_each_other():
     seen, found, total = set(), 0, 0
     for request in synthetic_trace(2000):
@@ -439,7 +475,7 @@ def test_a_target_says_whether_it_holds(target, value, reference, holds, ratio):
     assert ("yes" if holds else "NO") in table([row.as_json()]).splitlines()[-1]
 
 
-@pytest.mark.parametrize("benchmark", ["match", "admit", "decode", "scale", "import"])
+@pytest.mark.parametrize("benchmark", ["match", "admit", "decode", "scale", "groups", "policies", "import"])
 def test_every_benchmark_reports_its_rows_as_json(benchmark, tmp_path):
     trace = tmp_path / "small.jsonl"
     trace.write_text("".join(json.dumps({"hash_ids": request}) + "\n" for request in synthetic_trace(40)))

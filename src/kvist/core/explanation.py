@@ -105,6 +105,8 @@ def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
         best = max(waiting, key=lambda sequence: sequence.num_tokens)
         computed = best.num_computed_tokens
         return f"uncommitted: row {best.row} has more of it, but only {computed} of its tokens are computed"
+    if match.miss == "uncommitted":
+        return "uncommitted: a running sequence has more of it, in a block that is not full"
     for namespace, root in state.tree.roots.items():
         if namespace != match.namespace:
             other = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)

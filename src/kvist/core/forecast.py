@@ -214,9 +214,14 @@ class TriedForecast(Forecast):
 
     def __init__(self, state: CacheState) -> None:
         state.settle()
-        self._real = state
-        self._state = copy_of(state)
+        self._real = self._state = state
         self._released: set[int] = set()
+
+    def _own(self) -> CacheState:
+        """Return the state that may be changed: a copy, made when it is needed first."""
+        if self._state is self._real:
+            self._state = copy_of(self._real)
+        return self._state
 
     @property
     def free_blocks(self) -> int:
@@ -230,7 +235,9 @@ class TriedForecast(Forecast):
 
     def release(self, sequence: Sequence) -> Self:
         """Suppose that a sequence is freed."""
-        ours = self._ours(sequence, "release")
+        self._check(sequence, "release")
+        self._own()
+        ours = self._state.rows.sequence_at(sequence.row)
         if ours._beams is not None:
             branches.leave_beams(self._state, ours)
         self._released.add(sequence.row)
@@ -239,14 +246,15 @@ class TriedForecast(Forecast):
 
     def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
         """Suppose that a running sequence gets more tokens."""
-        ours = self._ours(sequence, "append")
+        self._check(sequence, "append")
+        ours = self._own().rows.sequence_at(sequence.row)
         n = as_count(num_tokens, "num_tokens")
         batch = self._state.rows.batch([ours], "append")
         growth.append_arrays(self._state, batch, [np.zeros(n, np.int32).tobytes()])
         return self
 
     def _admit(self, asked: Asked) -> None:
-        state = self._state
+        state = self._own()
         match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
         admission.admit(
             state,
@@ -267,11 +275,10 @@ class TriedForecast(Forecast):
         needs = admission.prompt_needs(state, num_tokens, num_cached, asked.num_beams, asked.num_encoder_tokens)
         state.require(needs, match)
 
-    def _ours(self, sequence: Sequence, call: str) -> Sequence:
+    def _check(self, sequence: Sequence, call: str) -> None:
         self._real.rows.check_running(sequence, call)
         if sequence.row in self._released:
             raise SequenceError(f"{call}: {sequence!r} is released in this forecast")
-        return self._state.rows.sequence_at(sequence.row)
 
 
 def forecast_of(state: CacheState) -> Forecast:

@@ -182,6 +182,8 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
         branches.require_exact_prompt(state, sequence, rows.tokens_of[row])
     rows.computed_of[row] = rows.tokens_of[row]
     state.note_committed(row)
+    if state.is_plain and not rows.num_waiting:
+        return
     if rows.num_waiting:
         branches.start_beams(state, sequence)
     if state.recurrent is not None:

@@ -30,9 +30,9 @@ def _ring_steps_back(state: CacheState, row: int, left: int) -> bool:
     rows = state.rows
     for group in state.rings:
         ring = rings.geometry(group)
-        num_computed = rows.computed_of[row]
         oldest_seen = left + 1 - (ring.window - ring.sink_tokens)
-        if num_computed > ring.num_tokens and oldest_seen < num_computed - ring.num_ring_tokens:
+        most_tokens = max(rows.most_tokens.item(row), rows.tokens_of[row])
+        if most_tokens > ring.num_tokens and oldest_seen < most_tokens - ring.num_ring_tokens:
             return False
     return left // state.block_size >= rows.published_of[row]
 

@@ -148,8 +148,9 @@ def perform(
 ) -> None:
     """Give rings what they must get, and note which rows have wrapped; there must be as many blocks."""
     for row, tokens in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-        if wraps(state, tokens) and not state.rows.wrapped[row]:
+        if wraps(state, tokens):
             wrap(state, row)
+            state.rows.most_tokens[row] = max(state.rows.most_tokens[row], tokens)
     for each in grown:
         index, table = each.group.index, state.rows.block_table[each.group.index, each.row]
         end = state.rows.ends_of[index][each.row]
@@ -164,6 +165,8 @@ def perform(
 def wrap(state: CacheState, row: int) -> None:
     """Note that a row overwrites tokens from now on, and so is published no more."""
     rows = state.rows
+    if rows.wrapped[row]:
+        return
     rows.wrapped[row] = True
     for group in state.rings:
         rows.frozen[group.index, row] = min(rows.published_of[row], geometry(group).num_blocks)

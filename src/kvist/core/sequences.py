@@ -40,6 +40,7 @@ ROW_ARRAYS = (
     "ends",
     "frozen",
     "wrapped",
+    "most_tokens",
     "publish_due",
     "tail_origin",
     "state",
@@ -195,11 +196,12 @@ class Sequence:
 
     def _keeps(self, start: int, end: int) -> Iterable[tuple[int, Keep]]:
         """Return how its blocks start .. end-1 are to be published, in runs: (end of the run, how to keep it)."""
+        if self.retention is None and self._rows.is_plain:
+            return ((end, DEFAULT_KEEP),)
         boundary = self.prompt_boundary
         if self.retention is None:
-            if self._rows.is_plain or not start < boundary < end - 1:
-                return ((end, DEFAULT_KEEP),)
-            return ((boundary, DEFAULT_KEEP), (end, DEFAULT_KEEP))
+            is_cut = start < boundary < end - 1
+            return ((boundary, DEFAULT_KEEP), (end, DEFAULT_KEEP)) if is_cut else ((end, DEFAULT_KEEP),)
         runs = self.retention.keeps(start, end, self._rows.block_size, self.num_prompt_tokens)
         return runs if self._rows.is_plain or boundary >= end - 1 else _cut_at(boundary, start, runs)
 
@@ -249,6 +251,7 @@ class RowState:
     ends: NDArray[np.int64]
     frozen: NDArray[np.int64]
     wrapped: bool
+    most_tokens: int
     num_blocks: int
     num_published: int
     num_computed: int
@@ -279,8 +282,8 @@ class SequenceRows:
 
     `firsts` and `ends`, `[num_groups, max_sequences]`, say which columns of the table a row has in each group: from the
     first to the end, and the sinks. Other entries of the table are 0. A ring has all up to its end; once `wrapped`, of
-    its first `frozen` columns those from the sinks to the first are the row's own. `bubble` positions after the sinks
-    of a ring are not used.
+    its first `frozen` columns those from the sinks to the first are the row's own, and tokens up to `most_tokens` may
+    have been written. `bubble` positions after the sinks of a ring are not used.
     """
 
     def __init__(
@@ -314,6 +317,7 @@ class SequenceRows:
         self.limit_of, self.origin_of = self.limit.data, self.tail_origin.data
         self.frozen = np.zeros((num_groups, max_sequences), np.int64)
         self.wrapped = np.zeros(max_sequences, np.bool_)
+        self.most_tokens = np.zeros(max_sequences, np.int64)
         self.state = np.zeros(max_sequences, np.uint8)
         self.block_table = np.zeros((num_groups, max_sequences, self.columns_for(max_tokens)), np.int32)
         self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS) + CACHE_LINE_TOKENS
@@ -380,6 +384,7 @@ class SequenceRows:
             self.block_table[:, row] = 0
             self.firsts[:, row] = self.ends[:, row] = self.frozen[:, row] = 0
             self.wrapped[row] = False
+            self.most_tokens[row] = 0
         self.num_waiting -= sequence.leader is not None
         self.tokens_of[row] = self.computed_of[row] = self.blocks_of[row] = self.published_of[row] = 0
         self.limit_of[row] = 0
@@ -491,6 +496,7 @@ class SequenceRows:
             ends=self.ends[:, row].copy(),
             frozen=self.frozen[:, row].copy(),
             wrapped=bool(self.wrapped[row]),
+            most_tokens=self.most_tokens.item(row),
             num_blocks=self.blocks_of[row],
             num_published=published,
             num_computed=self.num_computed.item(row),
@@ -509,6 +515,7 @@ class SequenceRows:
         table[:, :width] = state.blocks
         self.firsts[:, row], self.ends[:, row] = state.firsts, state.ends
         self.frozen[:, row], self.wrapped[row] = state.frozen, state.wrapped
+        self.most_tokens[row] = state.most_tokens
         self.num_blocks[row] = state.num_blocks
         self.num_computed[row] = state.num_computed
         self.version[row] += 1

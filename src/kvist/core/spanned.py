@@ -60,16 +60,16 @@ class SpannedGroup:
 
     def retain(self, blocks: NDArray[np.int32]) -> None:
         """Hold blocks of the tree, each named once."""
-        references = self.references
-        counts = references[blocks]
-        references[blocks] = counts + 1
+        references, at = self.references, blocks.astype(np.intp)  # indexing by int32 takes ten times as long
+        counts = references[at]
+        references[at] = counts + 1
         self.num_evictable -= len(counts) - int(np.count_nonzero(counts))
 
     def relinquish(self, blocks: NDArray[np.int32]) -> None:
         """End a hold of blocks of the tree, each named once."""
-        references = self.references
-        counts = references[blocks] - 1
-        references[blocks] = counts
+        references, at = self.references, blocks.astype(np.intp)
+        counts = references[at] - 1
+        references[at] = counts
         self.num_evictable += len(counts) - int(np.count_nonzero(counts))
 
     def relinquish_each(self, blocks: NDArray[np.int32]) -> None:

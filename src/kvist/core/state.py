@@ -389,20 +389,24 @@ class CacheState:
         """Evict so that this many blocks of each pool are free; so many must be free or evictable."""
         for index, needed in enumerate(needs):
             pool = self.pools[index]
-            if needed > pool.num_free:
-                self._num_evicted_for[index] += needed - pool.num_free
-                self.tree.evict(pool, needed - pool.num_free)
+            missing = needed - pool.num_free
+            if missing > 0:
+                if self._num_groups[index] == 1:
+                    self.counters.groups[self._first_group[index]].num_reallocated += missing
+                else:
+                    self._num_evicted_for[index] += missing
+                self.tree.evict(pool, missing)
 
     def take(self, group: int, n: int) -> NDArray[np.int32]:
         """Take n free blocks for a group, and count them; returns a view that holds only until the next `give`."""
-        counters, pool = self.counters.groups[group], self.pool_of[group]
+        counters = self.counters.groups[group]
         counters.num_allocated += n
-        evicted = self._num_evicted_for[pool]
-        if evicted:
-            evicted = min(evicted, n)
+        if len(self.pools) < len(self.spans):
+            index = self.pool_of[group]
+            evicted = min(self._num_evicted_for[index], n)
             counters.num_reallocated += evicted
-            self._num_evicted_for[pool] -= evicted
-        return self.pools[pool].take(n)
+            self._num_evicted_for[index] -= evicted
+        return self.group_pools[group].take(n)
 
     def order_move(self, source: int, destination: int, num_tokens: int, group: int = 0) -> None:
         """Order a copy, unless the block already is where it should be."""

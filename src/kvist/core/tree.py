@@ -15,7 +15,6 @@ Rules that must not be broken, with their reasons:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
@@ -34,8 +33,8 @@ __all__ = ["PrefixTree"]
 FEW_CHILDREN = 4
 MIN_SWEPT = 1024
 MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
-MAX_LOSSES = 4096
-"""Evictions that are remembered, so that a miss can be told to be one."""
+MAX_LOSSES, MAX_LOSSES_BELOW = 4096, 16
+"""Evictions that are remembered, so that a miss can be told to be one: of whole prompts, and below each extent."""
 
 
 class PrefixTree:
@@ -71,10 +70,9 @@ class PrefixTree:
         self.roots: dict[Namespace, Root] = {}
         self.queue = queue
         self.num_evictable = 0
-        self.num_evicted: dict[str, int] = {}
+        self.num_evicted = dict.fromkeys((MADE_ROOM, ASKED_FOR, UNREACHABLE), 0)
         self.tick = 0
         self.reason = MADE_ROOM
-        self._losses: deque[tuple[Extent, bytes]] = deque()
         self.root_losses: dict[tuple[Namespace, bytes], Loss] = {}
         self._num_first: dict[bytes, int] = {}
 
@@ -542,23 +540,19 @@ class PrefixTree:
     def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
         """Remember that what began with `key` below an extent was evicted."""
         loss = (self._clock(), self.reason)
-        if parent.parent is None:
-            assert isinstance(parent, Root)
-            self.root_losses[parent.namespace, key] = loss
-        elif parent.lost is None:
-            parent.lost = {key: loss}
-        else:
+        self.num_evicted[self.reason] += num_blocks
+        if parent.parent is not None:
+            if parent.lost is None:
+                parent.lost = {key: loss}
+                return
             parent.lost[key] = loss
-        self._losses.append((parent, key))
-        if len(self._losses) > MAX_LOSSES:
-            self._forget_loss(*self._losses.popleft())
-        self.num_evicted[self.reason] = self.num_evicted.get(self.reason, 0) + num_blocks
-
-    def _forget_loss(self, parent: Extent, key: bytes) -> None:
-        if isinstance(parent, Root):
-            self.root_losses.pop((parent.namespace, key), None)
-        elif parent.lost is not None:
-            parent.lost.pop(key, None)
+            if len(parent.lost) > MAX_LOSSES_BELOW:
+                del parent.lost[next(iter(parent.lost))]
+            return
+        assert isinstance(parent, Root)
+        self.root_losses[parent.namespace, key] = loss
+        if len(self.root_losses) > MAX_LOSSES:
+            del self.root_losses[next(iter(self.root_losses))]
 
     def is_first_elsewhere(self, key: bytes, namespace: Namespace) -> bool:
         """Say whether another namespace has a prompt that begins with this block."""
@@ -567,7 +561,7 @@ class PrefixTree:
         return self._num_first.get(key, 0) > num_here
 
     def _note_evicted(self, num_blocks: int) -> None:
-        self.num_evicted[self.reason] = self.num_evicted.get(self.reason, 0) + num_blocks
+        self.num_evicted[self.reason] += num_blocks
 
     def drop(self, namespace: Namespace) -> int:
         """Forget a namespace: free what is unreferenced, unlist the rest; returns how many blocks were freed."""
