@@ -98,6 +98,41 @@ def test_a_first_step_takes_no_more_than_the_ring(num_tokens, num_blocks):
     assert manager.num_free_blocks == 64 - num_blocks
 
 
+def test_a_full_ring_needs_nothing_for_its_next_step_nor_until_the_end():
+    manager = ring(46, block_size=8)
+    sequence = computed(manager, range(44))
+    manager.append([sequence], [[7, 7]])
+    assert sequence.num_tokens == 46
+    assert manager.blocks_needed_next_step(sequence) == 0
+    assert manager.blocks_needed_to_completion(sequence, 20) == 0
+    before = manager.num_free_blocks
+    manager.append([sequence], [[7] * 18])
+    assert manager.num_free_blocks == before
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_ring_that_has_the_whole_pool_goes_round_in_it(reuse):
+    manager = ring(8, num_blocks=2, reuse=reuse)
+    sequence = computed(manager, range(5))
+    for token in range(5, 40):
+        manager.append([sequence], [[token]])
+        manager.commit([sequence])
+        manager.check()
+    assert (sequence.num_tokens, manager.num_free_blocks) == (40, 0)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(13, 5), (16, 2), (54, 6 + 4), (60, 4 * 7)])
+def test_beams_of_a_prompt_that_wraps_share_nothing(num_tokens, num_blocks):
+    """Differs: 4 beams of a prompt longer than their ring of 7 blocks take 28, not 9 that theirs replaces one by one
+    as the beams go on.
+    """
+    manager = ring(46, block_size=8, max_beams=4)
+    first = manager.add_sequence(range(num_tokens), num_beams=4)
+    assert 64 - manager.num_free_blocks == num_blocks
+    manager.commit([first])
+    assert 64 - manager.num_free_blocks == num_blocks
+
+
 @pytest.mark.parametrize("num_tokens", [9, 12, 20])
 def test_a_prompt_longer_than_the_ring_finds_nothing_and_leaves_nothing(num_tokens):
     manager = ring(8, num_blocks=8)

@@ -153,6 +153,7 @@ def test_the_last_new_token_needs_no_room():
             "need 6 blocks of 4 tokens, but the whole pool of group 0 has 5",
         ),
         ([SLIDING, STATE], [2, 9], {}, "need 3 blocks of 4 tokens, but the whole pool of group 0 has 2"),
+        ([SLIDING], 2, {"max_chunk_tokens": 2}, "need 3 blocks of 4 tokens, but the whole cache has 2"),
     ],
 )
 def test_a_request_must_fit_in_every_group(layers, num_blocks, settings, pool):
@@ -291,6 +292,26 @@ def test_every_request_ends_with_its_own_tokens_however_short_of_blocks(num_bloc
             text.append((sum(text) * 31 + len(text)) % 1009)
         assert list(each.tokens) == text
     assert of._manager.num_free_blocks == of._manager.num_blocks
+
+
+@pytest.mark.parametrize("num_window_blocks", [3, 4, 5])
+@pytest.mark.parametrize("max_step_tokens", [4, 8, 64])
+def test_prompts_in_chunks_share_a_pool_that_holds_few_windows(num_window_blocks, max_step_tokens):
+    # A window of 6 tokens and a chunk of 4 touch 3 blocks of 4 at most.
+    of = scheduler(
+        layers=[FULL, SLIDING], num_blocks=[60, num_window_blocks], max_step_tokens=max_step_tokens, max_chunk_tokens=4
+    )
+    requests = [request(3 + 7 * index % 40, 1 + 3 * index % 7, first=50 * index) for index in range(12)]
+    submit(of, *requests)
+    while of.has_work:
+        chunks = of.plan()
+        assert chunks[0].request is next(each for each in requests if not each.is_finished)
+        assert all(chunk.num_tokens <= 4 for chunk in chunks)
+        of.complete(chunks, [following(chunk.request) for chunk in chunks if chunk.is_last])
+        of._manager.check()
+    assert [each.num_generated_tokens for each in requests] == [each.max_new_tokens for each in requests]
+    assert requests[0].num_preemptions == 0
+    assert sum(each.num_preemptions for each in requests) > 0
 
 
 def test_the_oldest_request_is_never_preempted():

@@ -69,14 +69,15 @@ class Extent:
 
     def copied(self) -> Extent:
         """Return a copy with the same relatives, which the caller replaces by their own copies."""
-        twin: Extent = type(self).__new__(type(self))
-        for name in (*Extent.__slots__, *(("namespace",) if isinstance(self, Root) else ())):
-            setattr(twin, name, getattr(self, name))
-        twin.blocks = self.blocks.copy()
-        twin.order = None
+        tokens = bytearray(self.tokens) if isinstance(self.tokens, bytearray) else self.tokens
+        if isinstance(self, Root):
+            twin: Extent = Root(self.namespace, len(self.blocks))
+        else:
+            twin = Extent(self.parent, self.key, tokens, self.blocks.copy(), self.created)
+        twin.children, twin.num_short_children = self.children, self.num_short_children
+        twin.references, twin.hits, twin.ticket, twin.spare = self.references, self.hits, self.ticket, self.spare
+        twin.last_use, twin.keep, twin.start, twin.has_holes = self.last_use, self.keep, self.start, self.has_holes
         twin.lost = None if self.lost is None else dict(self.lost)
-        if isinstance(self.tokens, bytearray):
-            twin.tokens = bytearray(self.tokens)
         return twin
 
     @property

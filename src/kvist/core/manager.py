@@ -218,6 +218,7 @@ class CacheCore:
         if left < 0:
             raise SequenceError(f"rewind: row {row} has {rows.tokens_of[row]} tokens, {n} cannot be taken back")
         rewinding.refuse_open_media(state, sequence, left)
+        rows.most_tokens[row] = max(rows.most_tokens.item(row), rows.tokens_of[row])
         if not state.is_plain and left and not rewinding.can_step_back(state, sequence, left):
             resuming.rewind_anew(state, sequence, left)
         elif left // state.block_size < rows.published_of[row]:
@@ -387,7 +388,10 @@ class CacheCore:
     # -- forecasts ----------------------------------------------------------------------------------------------------
 
     def forecast(self) -> Forecast:
-        """Return a what-if on a copy of the counts, for a scheduler that asks before it acts."""
+        """Return a what-if for a scheduler that asks before it acts: on a copy of the counts, or of all that is kept.
+
+        A copy of all is made where windows or states make it matter what is evicted, when something is first supposed.
+        """
         return forecast_of(self._state)
 
     def blocks_needed_next_step(self, sequence: Sequence, lookahead: int = 1, *, num_draft_tokens: int = 0) -> int:

@@ -19,8 +19,8 @@ UNCOMMITTED, UNDER_A_BLOCK, WINDOW = "uncommitted", "under a block", "window"
 MISSES = (COLD, EVICTED, OTHER_NAMESPACE, UNCOMMITTED, UNDER_A_BLOCK, WINDOW)
 """The classes of misses.
 
-Never committed here; evicted since; there, but in another namespace; in a running sequence that has not committed it;
-less than a block; there, but without what windows or states would need to go on.
+Never committed here; evicted since; there, but in another namespace; in a running sequence that has not committed it,
+or not yet a full block; less than a block; there, but without what windows or states would need to go on.
 """
 
 MAX_COMPARED = 64

@@ -1,7 +1,8 @@
 """Rings: windows that are written in place, round and round, once a sequence is longer than they are.
 
 Until then a ring's blocks are as good as any: what is committed is published, and shared. A sequence that wraps is
-published no more, and before it writes to a block that the tree has, it gets one of its own in its place.
+published no more, and before it writes to a block that the tree has, it gets one of its own in its place. Where there
+is no room for that, it takes over a block that nobody else holds, and the tree has it no more.
 
     window of 8 tokens, blocks of 4     blocks    tokens
     8 tokens, the first 4 shared        a b       0 1 2 3   4 5 6 7

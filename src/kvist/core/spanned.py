@@ -23,9 +23,9 @@ class SpannedGroup:
     """What the tree keeps of one group whose sequences hold a bounded number of blocks.
 
     `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
-    tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, and
-    those at its middle are what is left to go on from when its tail goes for the sake of another group; the others are
-    spare, and go first.
+    tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, those
+    one block before it a prompt that ends there (its last token is always computed), and those at its middle are what
+    is left to go on from when its tail goes for the sake of another group. The others are spare, and go first.
     """
 
     __slots__ = (
