@@ -1,4 +1,4 @@
-"""Cross attention: an encoder's tokens have blocks once, for all sequences of one prompt, and nobody else finds them."""
+"""Cross attention: an encoder's tokens have blocks once, for all sequences of a prompt; nobody else finds anything."""
 
 import pytest
 from tests.core.layers import CROSS, FULL, grouped, hit, sliding, state, tables

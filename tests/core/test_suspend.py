@@ -1,7 +1,7 @@
 """Sequences that give up their row and blocks, and go on later from what the cache still has."""
 
 import pytest
-from tests.core.layers import FULL, grouped, hit, sliding, state, tables
+from tests.core.layers import FULL, grouped, sliding, state, tables
 from tests.core.small import computed, group_moves, ids, refused, small
 
 from kvist import OutOfBlocks, OutOfRows, Retention, SequenceError
@@ -107,15 +107,15 @@ def test_a_sequence_that_must_not_reuse_does_not_do_so_when_it_is_resumed():
     assert manager.resume(sequence) == 5
 
 
-def test_content_that_was_dropped_meanwhile_is_not_found_again():
+def test_content_that_was_dropped_meanwhile_is_computed_again_and_left_to_nobody():
     manager = small()
     sequence = computed(manager, [1, 2, 3, 4, 5], namespace=("old",))
     manager.suspend(sequence)
     manager.drop(namespace=("old",))
-    manager.free(computed(manager, [1, 2, 3, 4, 5], namespace=("old",)))
     assert manager.resume(sequence) == 5
     manager.commit([sequence])
     manager.free(sequence)
+    assert manager.match_prefix([1, 2, 3, 4, 5], namespace=("old",)).num_tokens == 0
     manager.check()
 
 
@@ -165,6 +165,8 @@ def test_windows_come_back_with_what_is_in_span():
     before = tables(manager, sequence)
     manager.suspend(sequence)
     assert manager.resume(sequence) == 1
+    assert [block >= 0 for block in sequence.group_blocks(1).tolist()] == [False] * 3 + [True] * 3
+    manager.commit([sequence])
     assert [table[:5] for table in tables(manager, sequence)] == [table[:5] for table in before]
     manager.check()
 

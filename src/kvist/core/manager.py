@@ -143,11 +143,14 @@ class CacheCore:
             if len(ids) != len(batch.rows):
                 raise ArgumentError(f"append: {len(batch.rows)} sequences, but {len(ids)} tokens")
             growth.append_one_each(self._state, batch, ids)
+            if self._state.moves:
+                self._perform_moves()
             return
         packed = [as_token_bytes(each, f"tokens[{index}]") for index, each in enumerate(tokens)]
         if len(packed) != len(batch.rows):
             raise ArgumentError(f"append: {len(batch.rows)} sequences, but {len(packed)} arrays of tokens")
         growth.append_arrays(self._state, batch, packed)
+        self._perform_moves()
 
     def reserve(self, sequences: Sequences, n: ArrayLike) -> None:
         """Give sequences capacity for n more tokens than they have, for drafts and multi-step decode.
@@ -157,6 +160,7 @@ class CacheCore:
         """
         batch = self._state.rows.batch(sequences, "reserve")
         growth.reserve(self._state, batch, as_counts(n, len(batch.rows), "n"))
+        self._perform_moves()
 
     def commit(self, sequences: Sequences, num_computed_tokens: ArrayLike | None = None) -> None:
         """Say that K and V are written up to `num_computed_tokens` (one for all or one each; default: all tokens).

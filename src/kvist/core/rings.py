@@ -123,7 +123,7 @@ def num_needed(state: CacheState, grown: list[RingGrowth], *, taking_over: bool)
 def _takes_over(state: CacheState, group: SpannedGroup, row: int, column: int, *, taking_over: bool) -> bool:
     """Say whether a row makes a shared block its own as it is: nobody else holds it, and nobody else needs find it."""
     if column >= state.rows.published_of[row]:
-        return True  # its own until now, and to be published with the rest only where there is room for another
+        return taking_over  # its own until now; it is published before the row wraps, if there is room for another
     block = state.rows.block_table.item(group.index, row, column)
     if group.references.item(block) != 1:
         return False

@@ -22,6 +22,8 @@ MAX_MIDDLES = 4096
 class SpannedGroup:
     """What the tree keeps of one group whose sequences hold a bounded number of blocks.
 
+    `emptied` are leaves that have just lost their last block here, and may have none at all.
+
     `references` counts, for each block of the tree, the sequences and pins that have it in span; `num_evictable` the
     tree's blocks that nobody has. The blocks in span at the end of an extent make all longer prefixes reachable, those
     one block before it a prompt that ends there (its last token is always computed), and those at its middle are what
@@ -36,6 +38,7 @@ class SpannedGroup:
         "_offered",
         "_spare",
         "bit",
+        "emptied",
         "index",
         "num_evictable",
         "pool",
@@ -53,6 +56,7 @@ class SpannedGroup:
         self._spare: list[tuple[int, int, int, Extent]] = []
         self._num_ranked = 0
         self._offered: list[Extent] = []
+        self.emptied: list[Extent] = []
         self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
 
@@ -225,6 +229,8 @@ class SpannedGroup:
             column[free] = -1
             extent.has_holes = True
             self.num_evictable -= len(free)
+            if len(free) == len(columns) and extent.ticket:
+                self.emptied.append(extent)
         return len(free)
 
     def give(self, column: NDArray[np.int32], *, has_holes: bool) -> int:

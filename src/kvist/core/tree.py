@@ -424,6 +424,16 @@ class PrefixTree:
         for group in groups:
             if pool.num_free < wanted:
                 self._take_anywhere(group, wanted)
+            if group.emptied:
+                self._drop_emptied(group)
+
+    def _drop_emptied(self, group: SpannedGroup) -> None:
+        """Let go of leaves that have no block left in any group."""
+        for extent in group.emptied:
+            if extent.ticket and (extent.blocks < 0).all():
+                self.queue.withdraw(extent)
+                self._let_go(extent)
+        group.emptied.clear()
 
     def _evict_tails(self, pool: BlockPool, groups: list[SpannedGroup], wanted: int) -> None:
         """Let go of positions at the tails of victims, until so many blocks of a pool are free or no victim has any."""
