@@ -5,7 +5,7 @@ import random
 import pytest
 from tests.core.small import books, small
 
-from kvist import KVCacheManager, NeverFits, OutOfBlocks, OutOfRows, SequenceError
+from kvist import ArgumentTypeError, KVCacheManager, NeverFits, OutOfBlocks, OutOfRows, SequenceError
 
 
 def test_a_forecast_changes_nothing():
@@ -141,3 +141,37 @@ def _ending(call, *args) -> str:
     except (OutOfBlocks, NeverFits) as error:
         return type(error).__name__
     return "done"
+
+
+def test_what_was_supposed_is_done_in_one_step():
+    manager = small(block_size=2, num_blocks=8)
+    first, second = manager.add_sequence([1, 2, 3]), manager.add_sequence([7])
+    manager.commit([first, second])
+    forecast = manager.forecast().release(first).append(second, [8, 9]).add([1, 2, 3, 4], num_beams=2)
+    free_blocks = forecast.free_blocks
+    (third,) = manager.perform(forecast)
+    assert (first.is_live, second.tokens.tolist(), third.tokens.tolist()) == (False, [7, 8, 9], [1, 2, 3, 4])
+    assert third.num_cached_tokens == 3
+    assert len(third.beams) == 2
+    assert manager.num_free_blocks == free_blocks
+    manager.check()
+
+
+def test_a_batch_that_has_ceased_to_fit_changes_nothing():
+    manager = small(block_size=2, num_blocks=4)
+    forecast = manager.forecast().add([1, 2, 3]).add([4, 5, 6])
+    manager.add_sequence([7])
+    before = books(manager)
+    with pytest.raises(OutOfBlocks, match="needs 2 blocks, but only 1"):
+        manager.perform(forecast)
+    assert books(manager) == before
+
+
+def test_only_what_is_known_whole_can_be_done():
+    manager = small(block_size=2, num_blocks=8)
+    sequence = manager.add_sequence([1])
+    for forecast in (manager.forecast().add(3), manager.forecast().append(sequence, 2)):
+        with pytest.raises(SequenceError, match="their ids must be known"):
+            manager.perform(forecast)
+    with pytest.raises(ArgumentTypeError, match="expected a Forecast, got list"):
+        manager.perform([])

@@ -111,8 +111,14 @@ def test_a_lifetime_of_nothing_ends_at_once():
 
 @pytest.mark.parametrize(
     ("lifetime_s", "error"),
-    [(-1, ArgumentError), (float("nan"), ArgumentError), (float("inf"), ArgumentError), ("1", ArgumentTypeError)]
-    + [(True, ArgumentTypeError), (b"1", ArgumentTypeError)],
+    [
+        (-1, ArgumentError),
+        (float("nan"), ArgumentError),
+        (float("inf"), ArgumentError),
+        ("1", ArgumentTypeError),
+        (True, ArgumentTypeError),
+        (b"1", ArgumentTypeError),
+    ],
 )
 def test_a_lifetime_that_cannot_be_is_refused(lifetime_s, error):
     manager, _ = timed()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,12 +20,26 @@ from kvist.core import admission, branches, growth
 from kvist.core.arguments import as_count, check_namespace, check_num_beams
 from kvist.core.extents import Extent, Namespace
 from kvist.core.identity import UNKNOWN, Media
+from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_bytes
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
 
 __all__ = ["Forecast", "forecast_of"]
+
+
+class Step(NamedTuple):
+    """Something that was supposed: the call, the prompt or the tokens, or their number, and its other arguments."""
+
+    call: str
+    tokens: Any
+    options: dict[str, Any]
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether all is known that the real call needs."""
+        return not isinstance(self.tokens, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,12 @@ class Forecast:
         self._ended_holds: dict[int, int] = {}
         self._claimed: dict[int, int] = {}
         self._added_tokens: dict[int, int] = {}
+        self._steps: list[Step] = []
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What has been supposed, in order."""
+        return tuple(self._steps)
 
     @property
     def free_blocks(self) -> int:
@@ -84,6 +104,7 @@ class Forecast:
             self._free_blocks += extent.num_blocks - self._claimed.get(id(extent), 0)
             extent = extent.parent
         assert self.free_blocks <= state.pools[0].num_blocks
+        self._steps.append(Step("release", None, {"sequence": sequence}))
         return self
 
     def add(
@@ -93,7 +114,9 @@ class Forecast:
         namespace: Namespace = (),
         media: Iterable[Media] = (),
         extra_ids: ArrayLike | None = None,
+        retention: Retention | None = None,
         reuse: bool = True,
+        publish: bool = True,
         num_beams: int = 1,
         encoder_tokens: int = 0,
     ) -> Self:
@@ -102,6 +125,17 @@ class Forecast:
         The other arguments are those of `add_sequence`.
         """
         self._admit(self._asked(prompt, namespace, media, extra_ids, reuse, num_beams, encoder_tokens))
+        options: dict[str, Any] = {
+            "namespace": namespace,
+            "media": media,
+            "extra_ids": extra_ids,
+            "retention": retention,
+            "reuse": reuse,
+            "publish": publish,
+            "num_beams": num_beams,
+            "encoder_tokens": encoder_tokens,
+        }
+        self._steps.append(Step("add", prompt, options))
         return self
 
     def fits(
@@ -156,19 +190,20 @@ class Forecast:
     def _require(self, asked: Asked) -> None:
         self._admission(asked)
 
-    def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
-        """Suppose that a running sequence gets more tokens."""
+    def append(self, sequence: Sequence, tokens: int | Tokens = 1) -> Self:
+        """Suppose that a running sequence gets more tokens: these, or so many."""
         self._state.rows.check_running(sequence, "append")
         if sequence.row in self._released:
             raise SequenceError(f"append: {sequence!r} is released in this forecast")
         added = self._added_tokens.get(sequence.row, 0)
-        n = as_count(num_tokens, "num_tokens")
+        n = _num_tokens(tokens)
         if sequence.num_tokens + added + n > self._state.rows.max_tokens:
             raise NeverFits(f"append: {sequence!r} with {added + n} more tokens exceeds max_sequence_length")
         needed = self._added_blocks(sequence, n) - self._added_blocks(sequence, 0)
         self._require_blocks(needed)
         self._free_blocks -= needed
         self._added_tokens[sequence.row] = added + n
+        self._steps.append(Step("append", tokens, {"sequence": sequence}))
         return self
 
     def _admission(self, asked: Asked) -> tuple[int, list[tuple[Extent, int]]]:
@@ -216,6 +251,7 @@ class TriedForecast(Forecast):
         state.settle()
         self._real = self._state = state
         self._released: set[int] = set()
+        self._steps: list[Step] = []
 
     def _own(self) -> CacheState:
         """Return the state that may be changed: a copy, made when it is needed first."""
@@ -242,15 +278,17 @@ class TriedForecast(Forecast):
             branches.leave_beams(self._state, ours)
         self._released.add(sequence.row)
         self._state.end(ours, publish=True)
+        self._steps.append(Step("release", None, {"sequence": sequence}))
         return self
 
-    def append(self, sequence: Sequence, num_tokens: int = 1) -> Self:
-        """Suppose that a running sequence gets more tokens."""
+    def append(self, sequence: Sequence, tokens: int | Tokens = 1) -> Self:
+        """Suppose that a running sequence gets more tokens: these, or so many."""
         self._check(sequence, "append")
         ours = self._own().rows.sequence_at(sequence.row)
-        n = as_count(num_tokens, "num_tokens")
+        n = _num_tokens(tokens)
         batch = self._state.rows.batch([ours], "append")
         growth.append_arrays(self._state, batch, [np.zeros(n, np.int32).tobytes()])
+        self._steps.append(Step("append", tokens, {"sequence": sequence}))
         return self
 
     def _admit(self, asked: Asked) -> None:
@@ -279,6 +317,12 @@ class TriedForecast(Forecast):
         self._real.rows.check_running(sequence, call)
         if sequence.row in self._released:
             raise SequenceError(f"{call}: {sequence!r} is released in this forecast")
+
+
+def _num_tokens(tokens: int | Tokens) -> int:
+    if isinstance(tokens, int):
+        return as_count(tokens, "tokens")
+    return len(as_token_bytes(tokens)) // TOKEN_BYTES
 
 
 def forecast_of(state: CacheState) -> Forecast:

@@ -39,7 +39,7 @@ from kvist.core.arguments import (
 from kvist.core.digest import state_digest
 from kvist.core.explanation import Explanation
 from kvist.core.extents import Namespace
-from kvist.core.forecast import Forecast, forecast_of
+from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
@@ -397,6 +397,35 @@ class CacheCore:
         A copy of all is made where windows or states make it matter what is evicted, when something is first supposed.
         """
         return forecast_of(self._state)
+
+    def perform(self, forecast: Forecast) -> list[Sequence]:
+        """Do all that was supposed in a forecast of this manager, in that order, or nothing; returns the new sequences.
+
+        What has changed since the forecast was made is taken into account: it is tried out again first. Raises what the
+        first call that does not fit would, and SequenceError for prompts or tokens of which only the number is known.
+        """
+        if not isinstance(forecast, Forecast):
+            raise ArgumentTypeError(f"perform: expected a Forecast, got {type(forecast).__name__}")
+        again = self.forecast()
+        for step in forecast.steps:
+            if not step.is_certain:
+                raise SequenceError(f"perform: {step.call} with {step.tokens} tokens: their ids must be known")
+            if step.call == "add":
+                again.add(step.tokens, **step.options)
+            elif step.call == "append":
+                again.append(step.options["sequence"], step.tokens)
+            else:
+                again.release(step.options["sequence"])
+        return [sequence for step in forecast.steps for sequence in self._perform_step(step)]
+
+    def _perform_step(self, step: Step) -> list[Sequence]:
+        if step.call == "add":
+            return [self.add_sequence(step.tokens, **step.options)]
+        if step.call == "append":
+            self.append([step.options["sequence"]], [step.tokens])
+        else:
+            self.free(step.options["sequence"])
+        return []
 
     def blocks_needed_next_step(self, sequence: Sequence, lookahead: int = 1, *, num_draft_tokens: int = 0) -> int:
         """Count the blocks, of all groups, that the sequence must be given for its next `lookahead` steps.
