@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvist.core.sequences
-from kvist.core.eviction import POLICIES
+from kvist.core.policies import POLICIES
 from kvist.testing import CacheMachine, cache_configs, cache_machine
 from kvist.testing.configs import ALL_POLICIES, BLOCK_SIZES
 

@@ -5,8 +5,9 @@ import pytest
 from tests.core.small import cached, computed, ids, small
 
 from kvist import ConfigError, KVCacheManager, Retention
-from kvist.core.eviction import POLICIES, Candidates, EvictionQueue, queue_of
+from kvist.core.eviction import Candidates, EvictionQueue
 from kvist.core.extents import Extent
+from kvist.core.policies import POLICIES, queue_of
 
 
 def hit(number):
@@ -233,7 +234,7 @@ def test_times_that_were_overtaken_by_later_uses_do_not_pile_up():
     manager, _ = timed(duration_s=3600.0)
     for _ in range(5000):
         cached(manager, A, retention=Retention([(0, None, 80, 3600.0)]))
-    assert len(manager._state.tree._expiries) < 3000
+    assert len(manager._state.tree.expiries) < 3000
     cached(manager, B)
     manager.evict(1)
     assert survivors(manager, A, B) == [A]

@@ -7,7 +7,7 @@ from tests.core.layers import FULL, grouped, lose, sliding, state
 from tests.core.small import cached, computed, small
 
 from kvist import KVCacheManager
-from kvist.core import tree
+from kvist.core import losses
 from kvist.core.extents import Extent
 from kvist.core.misses import MISSES
 
@@ -142,7 +142,7 @@ def test_an_eviction_belongs_to_its_namespace():
 
 
 def test_a_bounded_number_of_evictions_is_remembered(monkeypatch):
-    monkeypatch.setattr(tree, "MAX_LOSSES", 3)
+    monkeypatch.setattr(losses, "MAX_LOSSES", 3)
     manager = small()
     for token in range(10, 20):
         cached(manager, [token, token])

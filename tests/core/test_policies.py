@@ -2,20 +2,11 @@ import numpy as np
 import pytest
 from tests.core.small import cached, small
 
-from kvist.core import eviction
-from kvist.core.eviction import (
-    LINEAR_TOKENS,
-    MAX_MARKS,
-    POLICIES,
-    CostQueue,
-    Ghosts,
-    S3FifoQueue,
-    SlruQueue,
-    fingerprint,
-    queue_of,
-    recompute_cost,
-)
+from kvist.core import cost
+from kvist.core.cost import LINEAR_TOKENS, MAX_MARKS, CostQueue, recompute_cost
 from kvist.core.extents import Extent
+from kvist.core.policies import POLICIES, queue_of
+from kvist.core.segments import Ghosts, S3FifoQueue, SlruQueue, fingerprint
 from kvist.testing.policies import PolicySuite, num_hit_tokens
 
 # -- the suite, for each policy ---------------------------------------------------------------------------------------
@@ -285,7 +276,7 @@ def test_cost_keeps_the_tail_of_a_long_prefix_longer_than_a_short_one_of_equal_u
 
 
 def test_cost_weighs_what_is_twice_as_costly_like_what_is_hit_once(monkeypatch):
-    monkeypatch.setattr(eviction, "LINEAR_TOKENS", 10)
+    monkeypatch.setattr(cost, "LINEAR_TOKENS", 10)
     cache = Cache(CostQueue())
     cache.publish(1, num_blocks=13)
     hit, _ = cache.publish(2), cache.publish(3)

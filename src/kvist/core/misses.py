@@ -43,7 +43,9 @@ def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace,
     block_bytes = state.tree.block_bytes
     if position + block_bytes > limit:
         return UNDER_A_BLOCK
-    if not position and state.tree.is_first_elsewhere(bytes(prompt[:block_bytes]), namespace):
+    if not position and state.tree.losses.is_first_elsewhere(
+        bytes(prompt[:block_bytes]), state.tree.roots.get(namespace)
+    ):
         return OTHER_NAMESPACE
     return COLD
 
@@ -51,10 +53,8 @@ def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace,
 def loss_after(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> Loss | None:
     """Return the eviction of what followed a match that ends with an extent, if it is remembered."""
     position, block_bytes = 0 if match is None else match.position, state.tree.block_bytes
-    if match is None or match.extent.parent is None:
-        return state.tree.root_losses.get((namespace, bytes(prompt[position : position + block_bytes])))
-    lost = match.extent.lost
-    return lost.get(bytes(prompt[position : position + block_bytes])) if lost else None
+    key = bytes(prompt[position : position + block_bytes])
+    return state.tree.losses.after(namespace, None if match is None else match.extent, key)
 
 
 def _is_uncommitted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:

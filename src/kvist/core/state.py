@@ -10,12 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
 from kvist.core import holdings, recurrent, rings
-from kvist.core.eviction import queue_of
 from kvist.core.extents import Blocks, Extent, Match
 from kvist.core.groups import spans_of
 from kvist.core.identity import IdentityTable, Media
 from kvist.core.matching import Pin
 from kvist.core.moves import Move
+from kvist.core.policies import queue_of
 from kvist.core.pool import BlockPool
 from kvist.core.retention import Keep
 from kvist.core.sequences import Encoder, Sequence, SequenceRows

@@ -16,14 +16,15 @@ Rules that must not be broken, with their reasons:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from kvist.core.eviction import Candidates
-from kvist.core.extents import Blocks, Extent, Loss, Match, Namespace, Root
+from kvist.core.expiries import Expiries
+from kvist.core.extents import Blocks, Extent, Match, Namespace, Root
+from kvist.core.losses import Losses
 from kvist.core.pool import BlockPool
-from kvist.core.retention import DEFAULT_KEEP, DEFAULT_PRIORITY, Keep
+from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
 from kvist.core.spanned import SpannedGroup
 from kvist.core.tokens import TOKEN_BYTES, common_prefix
@@ -31,10 +32,7 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 __all__ = ["PrefixTree"]
 
 FEW_CHILDREN = 4
-MIN_SWEPT = 1024
 MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
-MAX_LOSSES, MAX_LOSSES_BELOW = 4096, 16
-"""Evictions that are remembered, so that a miss can be told to be one: of whole prompts, and below each extent."""
 
 
 class PrefixTree:
@@ -64,17 +62,14 @@ class PrefixTree:
         self.block_bytes = block_size * TOKEN_BYTES
         self.partial = partial
         self._clock = clock
-        self._expiries: list[tuple[float, int, int, Extent]] = []
-        self._num_expiries = 0
-        self._max_expiries = MIN_SWEPT
+        self.expiries = Expiries()
+        self.losses = Losses()
         self.roots: dict[Namespace, Root] = {}
         self.queue = queue
         self.num_evictable = 0
         self.num_evicted = dict.fromkeys((MADE_ROOM, ASKED_FOR, UNREACHABLE), 0)
         self.tick = 0
         self.reason = MADE_ROOM
-        self.root_losses: dict[tuple[Namespace, bytes], Loss] = {}
-        self._num_first: dict[bytes, int] = {}
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +201,7 @@ class PrefixTree:
                 if not extent.children:
                     self._offer(extent)
                 if extent.keep is not DEFAULT_KEEP:
-                    self._await_expiry(extent)
+                    self.expiries.wait(extent, self._clock())
             extent = parent
 
     def _offer(self, extent: Extent) -> None:
@@ -242,28 +237,9 @@ class PrefixTree:
         self.reason = reason
         return leaf
 
-    def _await_expiry(self, extent: Extent) -> None:
-        """Note when the priority of an extent that nobody uses any more ends."""
-        priority, duration_s = extent.keep
-        if duration_s is not None and priority != DEFAULT_PRIORITY:
-            self._num_expiries += 1
-            if len(self._expiries) > self._max_expiries:
-                self._sweep_expiries()
-            heappush(self._expiries, (self._clock() + duration_s, self._num_expiries, extent.last_use, extent))
-
-    def _sweep_expiries(self) -> None:
-        """Drop the entries that were overtaken by a later use, so that they do not pile up."""
-        self._expiries = [entry for entry in self._expiries if _is_due(entry[3], entry[2])]
-        heapify(self._expiries)
-        self._max_expiries = 2 * len(self._expiries) + MIN_SWEPT
-
     def expire_priorities(self) -> None:
         """Let priorities whose time is over fall back to the default; such extents count as used now."""
-        now = self._clock() if self._expiries else 0.0
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, last_use, extent = heappop(self._expiries)
-            if not _is_due(extent, last_use):
-                continue
+        for extent in self.expiries.take_due(self._clock()):
             self.tick += 1
             extent.keep, extent.last_use = DEFAULT_KEEP, self.tick
             if extent.ticket:
@@ -396,7 +372,7 @@ class PrefixTree:
 
         Groups that draw from the pool first lose what matters least; then whole positions go, in all groups.
         """
-        if self._expiries:
+        if len(self.expiries):
             self.expire_priorities()
         if self.spanned:
             self._evict_in_groups(pool, pool.num_free + num_blocks)
@@ -457,7 +433,7 @@ class PrefixTree:
 
     def evict_positions(self, num_blocks: int) -> int:
         """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
-        if self._expiries:
+        if len(self.expiries):
             self.expire_priorities()
         self.reason = ASKED_FOR
         before = sum(self.num_evicted.values())
@@ -549,26 +525,8 @@ class PrefixTree:
 
     def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
         """Remember that what began with `key` below an extent was evicted."""
-        loss = (self._clock(), self.reason)
+        self.losses.note(parent, key, (self._clock(), self.reason))
         self.num_evicted[self.reason] += num_blocks
-        if parent.parent is not None:
-            if parent.lost is None:
-                parent.lost = {key: loss}
-                return
-            parent.lost[key] = loss
-            if len(parent.lost) > MAX_LOSSES_BELOW:
-                del parent.lost[next(iter(parent.lost))]
-            return
-        assert isinstance(parent, Root)
-        self.root_losses[parent.namespace, key] = loss
-        if len(self.root_losses) > MAX_LOSSES:
-            del self.root_losses[next(iter(self.root_losses))]
-
-    def is_first_elsewhere(self, key: bytes, namespace: Namespace) -> bool:
-        """Say whether another namespace has a prompt that begins with this block."""
-        here = self.roots.get(namespace)
-        num_here = 1 if here is not None and here.children is not None and key in here.children else 0
-        return self._num_first.get(key, 0) > num_here
 
     def _note_evicted(self, num_blocks: int) -> None:
         self.num_evicted[self.reason] += num_blocks
@@ -580,7 +538,7 @@ class PrefixTree:
             return 0
         num_freed = 0
         for key in root.children or ():
-            self._forget_first(key)
+            self.losses.forget_first(key)
         for extent in list(root.subtree()):
             if extent.ticket:
                 self.queue.withdraw(extent)
@@ -626,9 +584,7 @@ class PrefixTree:
         if parent.lost is not None:
             parent.lost.pop(child.key, None)
         if parent.parent is None:
-            assert isinstance(parent, Root)
-            self.root_losses.pop((parent.namespace, child.key), None)
-            self._num_first[child.key] = self._num_first.get(child.key, 0) + 1
+            self.losses.note_first(parent, child.key)
         parent.num_short_children += len(child.key) < self.block_bytes
         if parent.order is not None:
             parent.order.add(child.key)
@@ -645,7 +601,7 @@ class PrefixTree:
             parent.order.remove(key)
         extent.parent = None
         if parent.parent is None:
-            self._forget_first(key)
+            self.losses.forget_first(key)
         if parent.children:
             return None
         parent.children = parent.order = None
@@ -656,20 +612,7 @@ class PrefixTree:
             return None
         return parent
 
-    def _forget_first(self, key: bytes) -> None:
-        """Note that one namespace less has a prompt that begins with this block."""
-        left = self._num_first[key] - 1
-        if left:
-            self._num_first[key] = left
-        else:
-            del self._num_first[key]
-
     def _forget_if_empty(self, root: Extent) -> None:
         assert isinstance(root, Root)
         if not root.children and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
-
-
-def _is_due(extent: Extent, last_use: int) -> bool:
-    """Say whether nobody has used an extent since."""
-    return not extent.references and extent.parent is not None and extent.last_use == last_use

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvist.config import AttentionSpec, CacheConfig
-from kvist.core.eviction import POLICIES
+from kvist.core.policies import POLICIES
 
 __all__ = [
     "ALL_POLICIES",

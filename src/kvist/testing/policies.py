@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvist.config import AttentionSpec, CacheConfig
-from kvist.core.eviction import Candidates, Policy, queue_of
+from kvist.core.eviction import Candidates, Policy
 from kvist.core.extents import Extent
+from kvist.core.policies import queue_of
 from kvist.manager import KVCacheManager
 
 __all__ = ["Life", "PolicySuite", "num_hit_tokens"]

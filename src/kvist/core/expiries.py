@@ -1,0 +1,55 @@
+"""When the priorities of content that nobody uses any more end."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from kvist.core.extents import Extent
+from kvist.core.retention import DEFAULT_PRIORITY
+
+__all__ = ["Expiries"]
+
+MIN_SWEPT = 1024
+
+
+class Expiries:
+    """Extents with a priority for a time, by the moment when that ends; one that is used again waits anew."""
+
+    __slots__ = ("_entries", "_max_entries", "_num_awaited")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, int, Extent]] = []
+        self._max_entries = MIN_SWEPT
+        self._num_awaited = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def wait(self, extent: Extent, now_s: float) -> None:
+        """Note when the priority of an extent that nobody uses any more ends, if it does."""
+        priority, duration_s = extent.keep
+        if duration_s is not None and priority != DEFAULT_PRIORITY:
+            self._num_awaited += 1
+            if len(self._entries) > self._max_entries:
+                self._sweep()
+            heappush(self._entries, (now_s + duration_s, self._num_awaited, extent.last_use, extent))
+
+    def _sweep(self) -> None:
+        """Drop the entries that were overtaken by a later use, so that they do not pile up."""
+        self._entries = [entry for entry in self._entries if _is_due(entry[3], entry[2])]
+        heapify(self._entries)
+        self._max_entries = 2 * len(self._entries) + MIN_SWEPT
+
+    def take_due(self, now_s: float) -> list[Extent]:
+        """Return the extents whose time is over, in order; they wait no more."""
+        due = []
+        while self._entries and self._entries[0][0] <= now_s:
+            _, _, last_use, extent = heappop(self._entries)
+            if _is_due(extent, last_use):
+                due.append(extent)
+        return due
+
+
+def _is_due(extent: Extent, last_use: int) -> bool:
+    """Say whether nobody has used an extent since."""
+    return not extent.references and extent.parent is not None and extent.last_use == last_use

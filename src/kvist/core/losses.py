@@ -1,0 +1,62 @@
+"""What was evicted, and which prompts begin where: so that a miss can be told to be one, or to be elsewhere."""
+
+from __future__ import annotations
+
+from kvist.core.extents import Extent, Loss, Namespace, Root
+
+__all__ = ["Losses"]
+
+MAX_LOSSES, MAX_LOSSES_BELOW = 4096, 16
+"""Evictions that are remembered: of whole prompts, and below each extent."""
+
+
+class Losses:
+    """Evictions, by the key that the content had below what is left of its prefix; and first blocks of all namespaces.
+
+    Those below an extent are kept with it, in `Extent.lost`, and go with it.
+    """
+
+    __slots__ = ("_num_first", "_of_prompts")
+
+    def __init__(self) -> None:
+        self._of_prompts: dict[tuple[Namespace, bytes], Loss] = {}
+        self._num_first: dict[bytes, int] = {}
+
+    def note(self, parent: Extent, key: bytes, loss: Loss) -> None:
+        """Remember that what began with `key` below an extent was evicted."""
+        if parent.parent is None:
+            assert isinstance(parent, Root)
+            self._of_prompts[parent.namespace, key] = loss
+            if len(self._of_prompts) > MAX_LOSSES:
+                del self._of_prompts[next(iter(self._of_prompts))]
+        elif parent.lost is None:
+            parent.lost = {key: loss}
+        else:
+            parent.lost[key] = loss
+            if len(parent.lost) > MAX_LOSSES_BELOW:
+                del parent.lost[next(iter(parent.lost))]
+
+    def after(self, namespace: Namespace, extent: Extent | None, key: bytes) -> Loss | None:
+        """Return the eviction of what began with `key` below an extent, or of a prompt, if it is remembered."""
+        if extent is None or extent.parent is None:
+            return self._of_prompts.get((namespace, key))
+        return None if extent.lost is None else extent.lost.get(key)
+
+    def note_first(self, root: Extent, key: bytes) -> None:
+        """Note that one namespace more has a prompt that begins with this block."""
+        assert isinstance(root, Root)
+        self._of_prompts.pop((root.namespace, key), None)
+        self._num_first[key] = self._num_first.get(key, 0) + 1
+
+    def forget_first(self, key: bytes) -> None:
+        """Note that one namespace less has a prompt that begins with this block."""
+        left = self._num_first[key] - 1
+        if left:
+            self._num_first[key] = left
+        else:
+            del self._num_first[key]
+
+    def is_first_elsewhere(self, key: bytes, root: Extent | None) -> bool:
+        """Say whether another namespace than this has a prompt that begins with this block."""
+        is_here = root is not None and root.children is not None and key in root.children
+        return self._num_first.get(key, 0) > int(is_here)
