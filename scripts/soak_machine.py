@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import kvist.core.sequences
+import kvist.core.rows
 from kvist.core.policies import POLICIES
 from kvist.testing import CacheMachine, cache_configs, cache_machine
 from kvist.testing.configs import ALL_POLICIES, BLOCK_SIZES
@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.randrange(2**32) if options.seed is None else options.seed
     policies = [options.policy] if options.policy else ALL_POLICIES
     configs = cache_configs(policies, [options.block_size] if options.block_size else BLOCK_SIZES)
-    usual, began = kvist.core.sequences.MIN_TAIL_TOKENS, time.perf_counter()
+    usual, began = kvist.core.rows.MIN_TAIL_TOKENS, time.perf_counter()
     print(f"seed {seed}: {options.examples} examples of {options.steps} steps", flush=True)
     for number, done in enumerate(range(0, options.examples, EXAMPLES_PER_ROUND)):
         examples = min(EXAMPLES_PER_ROUND, options.examples - done)
-        kvist.core.sequences.MIN_TAIL_TOKENS = usual if number % 2 else 1
+        kvist.core.rows.MIN_TAIL_TOKENS = usual if number % 2 else 1
         soak(cache_machine(configs), examples, options.steps, seed + number, shrink=not options.no_shrink)
         print(f"{done + examples} examples, {time.perf_counter() - began:.0f} s: nothing wrong", flush=True)
     return 0

@@ -5,7 +5,7 @@ import pytest
 from tests.core.small import cached, computed, ids, label, moves, refused, small
 
 from kvist import ArgumentError, ArgumentTypeError, NeverFits, OutOfBlocks, OutOfRows, SequenceError
-from kvist.core.sequences import MIN_TAIL_TOKENS
+from kvist.core.rows import MIN_TAIL_TOKENS
 
 
 def hit(manager, tokens, **options):

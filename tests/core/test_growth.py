@@ -5,7 +5,7 @@ import pytest
 from tests.core.small import cached, ids, label, refused, small
 
 from kvist import ArgumentError, ArgumentTypeError, NeverFits, OutOfBlocks
-from kvist.core.sequences import MIN_TAIL_TOKENS
+from kvist.core.rows import MIN_TAIL_TOKENS
 
 
 def batch_of(manager, *prompts):

@@ -62,7 +62,7 @@ def a_referenced_extent_is_evicted(monkeypatch):
         ]
         for extent in held[:1]:
             tree.num_evictable += 1
-            tree._shrink(extent, extent.num_blocks - 1)
+            tree.shrink(extent, extent.num_blocks - 1)
             num_blocks -= 1
         original(tree, num_blocks)
 

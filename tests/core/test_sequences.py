@@ -3,7 +3,7 @@ import pytest
 from tests.core.small import cached, computed, ids, label, refused, small
 
 from kvist import ArgumentTypeError, Sequence, SequenceError
-from kvist.core.sequences import MIN_TAIL_TOKENS, Batch
+from kvist.core.rows import MIN_TAIL_TOKENS, Batch
 
 PROPERTIES = ["num_tokens", "num_computed_tokens", "num_blocks", "capacity", "version", "block_ids", "tokens"]
 

@@ -9,7 +9,8 @@ from numpy.typing import ArrayLike
 
 from kvist.core import holdings, recurrent, rewinding, rings
 from kvist.core.arguments import as_int_array
-from kvist.core.sequences import RUNNING, WAITING, Encoder, RowState, Sequence
+from kvist.core.rows import RUNNING, WAITING, RowState
+from kvist.core.sequences import Encoder, Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError

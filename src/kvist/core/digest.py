@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from kvist.core.extents import Extent
-from kvist.core.sequences import Sequence, SequenceRows
+from kvist.core.rows import SequenceRows
+from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 
 __all__ = ["state_digest"]

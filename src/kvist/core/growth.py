@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.arguments import as_counts
 from kvist.core.moves import Move
-from kvist.core.sequences import Batch, Sequence
+from kvist.core.rows import Batch
+from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError

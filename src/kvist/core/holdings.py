@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.extents import Blocks, Extent
-from kvist.core.sequences import RUNNING, RowState, Sequence
+from kvist.core.rows import RUNNING, RowState
+from kvist.core.sequences import Sequence
 from kvist.core.spanned import SpannedGroup
 
 if TYPE_CHECKING:

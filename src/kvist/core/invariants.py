@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.extents import Blocks, Extent, Root
-from kvist.core.sequences import FREE, NEVER, RUNNING, WAITING, Encoder, Sequence
+from kvist.core.rows import FREE, NEVER, RUNNING, WAITING
+from kvist.core.sequences import Encoder, Sequence
 from kvist.core.state import CacheState
 from kvist.errors import InvariantError
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from kvist.core.extents import Extent, Loss, Namespace, Root
 
-__all__ = ["Losses"]
+__all__ = ["ASKED_FOR", "MADE_ROOM", "UNREACHABLE", "Losses"]
+
+MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
+"""Why content is evicted: others needed room, a caller wanted it, or no group could have gone on from it."""
 
 MAX_LOSSES, MAX_LOSSES_BELOW = 4096, 16
 """Evictions that are remembered: of whole prompts, and below each extent."""

@@ -22,6 +22,7 @@ from kvist.core import (
     invariants,
     misses,
     pinning,
+    reclaiming,
     recurrent,
     resuming,
     rewinding,
@@ -44,7 +45,8 @@ from kvist.core.identity import Media
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.retention import Retention
-from kvist.core.sequences import NEVER, Sequence, Sequences
+from kvist.core.rows import NEVER
+from kvist.core.sequences import Sequence, Sequences
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
@@ -357,7 +359,7 @@ class CacheCore:
         """
         wanted = as_count(num_blocks, "num_blocks")
         self._state.settle()
-        return self._state.tree.evict_positions(wanted)
+        return reclaiming.evict_positions(self._state.tree, wanted)
 
     def drop(self, *, namespace: Namespace) -> int:
         """Forget all content of a namespace; returns how many blocks became free at once.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvist.core import holdings
 from kvist.core.extents import Extent
 from kvist.core.groups import RingGeometry
-from kvist.core.sequences import NEVER, RowState
+from kvist.core.rows import NEVER, RowState
 from kvist.core.spanned import SpannedGroup
 from kvist.errors import SequenceError
 

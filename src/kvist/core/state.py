@@ -18,7 +18,8 @@ from kvist.core.moves import Move
 from kvist.core.policies import queue_of
 from kvist.core.pool import BlockPool
 from kvist.core.retention import Keep
-from kvist.core.sequences import Encoder, Sequence, SequenceRows
+from kvist.core.rows import SequenceRows
+from kvist.core.sequences import Encoder, Sequence
 from kvist.core.spanned import SpannedGroup
 from kvist.core.statistics import Counters
 from kvist.core.tree import PrefixTree

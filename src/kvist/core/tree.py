@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from kvist.core import reclaiming
 from kvist.core.eviction import Candidates
 from kvist.core.expiries import Expiries
 from kvist.core.extents import Blocks, Extent, Match, Namespace, Root
-from kvist.core.losses import Losses
+from kvist.core.losses import ASKED_FOR, MADE_ROOM, UNREACHABLE, Losses
 from kvist.core.pool import BlockPool
 from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
@@ -32,7 +33,6 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 __all__ = ["PrefixTree"]
 
 FEW_CHILDREN = 4
-MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
 
 
 class PrefixTree:
@@ -199,12 +199,12 @@ class PrefixTree:
                 extent.last_use = tick
                 self.num_evictable += extent.blocks.shape[1]
                 if not extent.children:
-                    self._offer(extent)
+                    self.offer(extent)
                 if extent.keep is not DEFAULT_KEEP:
                     self.expiries.wait(extent, self._clock())
             extent = parent
 
-    def _offer(self, extent: Extent) -> None:
+    def offer(self, extent: Extent) -> None:
         """Make a leaf that nobody holds a candidate, less what no group could reach."""
         if self.spanned:
             leaf = self._cut_to_reach(extent)
@@ -231,7 +231,7 @@ class PrefixTree:
             if reached == num_full and (reached > leaf.start or self._has_block(leaf, 0)):
                 break
             if reached > leaf.start:
-                self._shrink(leaf, reached - leaf.start)
+                self.shrink(leaf, reached - leaf.start)
                 break
             leaf = self._remove(leaf, remember=True)
         self.reason = reason
@@ -375,110 +375,17 @@ class PrefixTree:
         if len(self.expiries):
             self.expire_priorities()
         if self.spanned:
-            self._evict_in_groups(pool, pool.num_free + num_blocks)
+            reclaiming.evict_in_groups(self, pool, pool.num_free + num_blocks)
             return
         while num_blocks > 0:
             extent = self.queue.first()
             size = extent.blocks.shape[1]
             if size > num_blocks:
-                self._shrink(extent, size - num_blocks)
+                self.shrink(extent, size - num_blocks)
                 return
             self.queue.withdraw_first()
-            self._let_go(extent)
+            self.let_go(extent)
             num_blocks -= size
-
-    def _evict_in_groups(self, pool: BlockPool, wanted: int) -> None:
-        groups = [group for group in self.spanned if group.pool is pool]
-        for group in groups:
-            if pool.num_free < wanted:
-                self._note_evicted(group.take_spare(wanted - pool.num_free))
-        if pool is not self.full_pool:
-            for group in groups:
-                if pool.num_free < wanted:
-                    self._note_evicted(group.take_middles(wanted - pool.num_free))
-        self._evict_tails(pool, groups, wanted)
-        for group in groups:
-            if pool.num_free < wanted:
-                self._take_anywhere(group, wanted)
-            if group.emptied:
-                self._drop_emptied(group)
-
-    def _drop_emptied(self, group: SpannedGroup) -> None:
-        """Let go of leaves that have no block left in any group."""
-        for extent in group.emptied:
-            if extent.ticket and (extent.blocks < 0).all():
-                self.queue.withdraw(extent)
-                self._let_go(extent)
-        group.emptied.clear()
-
-    def _evict_tails(self, pool: BlockPool, groups: list[SpannedGroup], wanted: int) -> None:
-        """Let go of positions at the tails of victims, until so many blocks of a pool are free or no victim has any."""
-        passed = []
-        while pool.num_free < wanted and self.queue.num_candidates:
-            extent = self.queue.first()
-            keep = self._num_kept(extent, pool, groups, wanted - pool.num_free)
-            if keep == extent.blocks.shape[1] and (extent.blocks >= 0).any():
-                self.queue.withdraw(extent)
-                passed.append(extent)
-            elif keep == extent.blocks.shape[1]:
-                self.queue.withdraw_first()
-                self._let_go(extent)
-            elif keep:
-                self._shrink(extent, keep)
-            else:
-                self.queue.withdraw_first()
-                self._let_go(extent)
-        for extent in passed:
-            self.queue.offer(extent)
-
-    def evict_positions(self, num_blocks: int) -> int:
-        """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
-        if len(self.expiries):
-            self.expire_priorities()
-        self.reason = ASKED_FOR
-        before = sum(self.num_evicted.values())
-        groups = [*self.spanned]
-        while (missing := num_blocks - sum(self.num_evicted.values()) + before) > 0 and self.queue.num_candidates:
-            extent = self.queue.first()
-            keep = self._num_kept(extent, self.full_pool, groups, missing)
-            if 0 < keep < extent.blocks.shape[1]:
-                self._shrink(extent, keep)
-            else:
-                self.queue.withdraw_first()
-                self._let_go(extent)
-        for group in groups:
-            if (missing := num_blocks - sum(self.num_evicted.values()) + before) > 0:
-                wanted = group.pool.num_free + missing
-                self._note_evicted(group.take_spare(missing))
-                self._take_anywhere(group, wanted)
-        self.reason = MADE_ROOM
-        return sum(self.num_evicted.values()) - before
-
-    def _num_kept(self, extent: Extent, pool: BlockPool | None, groups: list[SpannedGroup], wanted: int) -> int:
-        """Count the leading columns of a victim that stay when so many blocks of a pool go from its tail."""
-        num_blocks: int = extent.blocks.shape[1]
-        keep = max(num_blocks - wanted, 0)
-        if groups:
-            present = np.sum([extent.blocks[group.index] >= 0 for group in groups], axis=0)
-            from_tail = np.cumsum(present[::-1] + (pool is not None and pool is self.full_pool))
-            total = int(from_tail[-1])
-            if not total:
-                return num_blocks
-            keep = num_blocks - 1 - int(np.searchsorted(from_tail, min(wanted, total)))
-        reached: int = self.reach(extent, extent.start + keep) if keep else 0
-        return max(reached - extent.start, 0)
-
-    def _take_anywhere(self, group: SpannedGroup, wanted: int) -> None:
-        """Take blocks that only the ends of prefixes in use would need again."""
-        for extent in list(self.extents()):
-            if group.pool.num_free >= wanted:
-                return
-            if extent.parent is None:
-                continue
-            self._note_evicted(group.take_any(extent, wanted - group.pool.num_free))
-            if extent.ticket:
-                self.queue.withdraw(extent)
-                self._offer(extent)
 
     def evictable_in(self, pool: BlockPool) -> int:
         """Count the blocks of a pool that could be evicted."""
@@ -488,11 +395,11 @@ class PrefixTree:
                 count += group.num_evictable
         return count
 
-    def _let_go(self, extent: Extent) -> None:
+    def let_go(self, extent: Extent) -> None:
         """Give the blocks of an extent back that was a candidate until now, and take it out of the tree."""
         parent = self._remove(extent, remember=True)
         if parent is not None:
-            self._offer(parent)
+            self.offer(parent)
 
     def _remove(self, extent: Extent, *, remember: bool) -> Extent | None:
         """Take a leaf that nobody holds out of the tree; return its parent if that has become one."""
@@ -511,7 +418,7 @@ class PrefixTree:
         extent.parent = None
         extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
 
-    def _shrink(self, extent: Extent, keep: int) -> None:
+    def shrink(self, extent: Extent, keep: int) -> None:
         dropped = extent.blocks.shape[1] - keep
         self.num_evictable -= dropped
         num_blocks = self._give(extent.blocks[:, keep:], has_holes=extent.has_holes)
@@ -528,7 +435,7 @@ class PrefixTree:
         self.losses.note(parent, key, (self._clock(), self.reason))
         self.num_evicted[self.reason] += num_blocks
 
-    def _note_evicted(self, num_blocks: int) -> None:
+    def note_evicted(self, num_blocks: int) -> None:
         self.num_evicted[self.reason] += num_blocks
 
     def drop(self, namespace: Namespace) -> int:

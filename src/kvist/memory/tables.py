@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvist.core.arguments import as_count
 from kvist.core.groups import Span
-from kvist.core.sequences import SequenceRows
+from kvist.core.rows import SequenceRows
 from kvist.errors import ArgumentError, LayoutError, SequenceError
 from kvist.memory.dialects import (
     FlashInferTables,
