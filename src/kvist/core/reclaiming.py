@@ -22,6 +22,7 @@ __all__ = ["evict_in_groups", "evict_positions"]
 
 
 def evict_in_groups(tree: PrefixTree, pool: BlockPool, wanted: int) -> None:
+    """Evict until so many blocks of a pool are free; so many must be free or evictable."""
     groups = [group for group in tree.spanned if group.pool is pool]
     for group in groups:
         if pool.num_free < wanted:

@@ -419,6 +419,7 @@ class PrefixTree:
         extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
 
     def shrink(self, extent: Extent, keep: int) -> None:
+        """Let go of a leaf's blocks but the first `keep`."""
         dropped = extent.blocks.shape[1] - keep
         self.num_evictable -= dropped
         num_blocks = self._give(extent.blocks[:, keep:], has_holes=extent.has_holes)
@@ -436,6 +437,7 @@ class PrefixTree:
         self.num_evicted[self.reason] += num_blocks
 
     def note_evicted(self, num_blocks: int) -> None:
+        """Count blocks that were evicted for the reason that holds now."""
         self.num_evicted[self.reason] += num_blocks
 
     def drop(self, namespace: Namespace) -> int:
