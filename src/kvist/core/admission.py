@@ -24,7 +24,8 @@ def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: 
         raise NeverFits(f"the prompt has {num_tokens} tokens, max_sequence_length is {longest}")
     if num_encoder_tokens:
         _check_encoder(state, num_encoder_tokens)
-    if num_tokens // state.block_size + num_beams + num_encoder_tokens >= state.sure_columns:
+    may_need_rings = num_beams > 1 and state.rings
+    if may_need_rings or num_tokens // state.block_size + num_beams + num_encoder_tokens >= state.sure_columns:
         _check_pools(state, num_tokens, num_beams, num_encoder_tokens)
     if num_beams > free_rows:
         state.require_rows(num_beams, free_rows)

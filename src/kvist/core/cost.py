@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from kvist.core.eviction import TICK_BITS, EvictionQueue
-from kvist.core.extents import Extent
+from kvist.core.eviction import TICK_BITS, Candidates, EvictionQueue
+from kvist.core.extents import Extent, Twins
 
 __all__ = ["AgingCost", "CostQueue", "recompute_cost"]
 
@@ -58,6 +58,11 @@ class AgingCost:
         uses = (extent.hits + 1).bit_length()
         return ((clock + uses * recompute_cost(extent)) << TICK_BITS) + last_use
 
+    def copy_from(self, other: AgingCost) -> None:
+        """Have the same past."""
+        self._newest_use = other._newest_use
+        self._ticks, self._clocks = list(other._ticks), list(other._clocks)
+
     @property
     def num_marks(self) -> int:
         """How many points of the clock's past are kept."""
@@ -91,6 +96,12 @@ class CostQueue(EvictionQueue):
     def num_entries(self) -> int:
         """Everything kept in memory: candidates, stale entries, and the past of the clock."""
         return len(self._heap) + self._cost.num_marks
+
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        assert isinstance(other, CostQueue)
+        super().copy_from(other, twins)
+        self._cost.copy_from(other._cost)
 
     def first(self) -> Extent:
         """Return the candidate that goes first; there must be one."""

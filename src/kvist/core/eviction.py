@@ -10,7 +10,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from kvist.core.extents import Extent
+from kvist.core.extents import Extent, Twins
 
 __all__ = [
     "SWEEP_MARGIN",
@@ -130,6 +130,10 @@ class Candidates:
         """What a caller's policy raised last, in words; empty if it never has."""
         return ""
 
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        raise NotImplementedError
+
     def offer(self, extent: Extent) -> None:
         """Make an extent that is not in the queue a candidate."""
         raise NotImplementedError
@@ -180,6 +184,12 @@ class EvictionQueue(Candidates):
     def last_policy_failure(self) -> str:
         """What a caller's policy raised last, in words; empty if it never has."""
         return self._policy.last_failure if isinstance(self._policy, CallersPolicy) else ""
+
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        assert isinstance(other, EvictionQueue)
+        self.num_candidates, self._last_ticket = other.num_candidates, other._last_ticket
+        self._heap = [(key, ticket, twins[id(each)]) for key, ticket, each in other._heap if id(each) in twins]
 
     def offer(self, extent: Extent) -> None:
         """Make an extent that is not in the queue a candidate, by its key as of now."""

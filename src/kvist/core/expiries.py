@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from kvist.core.extents import Extent
+from kvist.core.extents import Extent, Twins
 from kvist.core.retention import DEFAULT_PRIORITY
 
 __all__ = ["Expiries"]
@@ -24,6 +24,11 @@ class Expiries:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def copy_from(self, other: Expiries, twins: Twins) -> None:
+        """Await for the copies of extents what others await for the originals."""
+        self._num_awaited = other._num_awaited
+        self._entries = [(*entry[:3], twins[id(entry[3])]) for entry in other._entries if id(entry[3]) in twins]
 
     def wait(self, extent: Extent, now_s: float) -> None:
         """Note when the priority of an extent that nobody uses any more ends, if it does."""

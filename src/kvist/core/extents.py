@@ -11,7 +11,7 @@ from kvist.core.retention import DEFAULT_KEEP
 from kvist.core.siblings import SortedKeys
 from kvist.core.tokens import TOKEN_BYTES
 
-__all__ = ["Blocks", "Extent", "Loss", "Match", "Namespace", "Root"]
+__all__ = ["Blocks", "Extent", "Loss", "Match", "Namespace", "Root", "Twins"]
 
 Blocks = NDArray[np.int32]
 """Block ids `[num_groups, n]`."""
@@ -130,6 +130,10 @@ class Root(Extent):
     def __init__(self, namespace: Namespace, num_groups: int) -> None:
         super().__init__(None, None, b"", np.empty((num_groups, 0), np.int32), 0)
         self.namespace = namespace
+
+
+Twins = dict[int, Extent]
+"""Copies of extents, by the `id` of what each is a copy of."""
 
 
 class Match:

@@ -23,7 +23,7 @@ from kvist.core.identity import UNKNOWN, Media
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
-from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_bytes
+from kvist.core.tokens import TOKEN_BYTES, TokenArray, Tokens, as_token_array, as_token_bytes
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
 
 __all__ = ["Forecast", "forecast_of"]
@@ -124,18 +124,21 @@ class Forecast:
 
         The other arguments are those of `add_sequence`.
         """
-        self._admit(self._asked(prompt, namespace, media, extra_ids, reuse, num_beams, encoder_tokens))
+        # What is supposed is what is done later, whatever the caller does with its own arrays.
+        known = prompt if isinstance(prompt, int) else as_token_array(prompt).copy()
+        spans, ids = tuple(media), None if extra_ids is None else copy.deepcopy(extra_ids)
+        self._admit(self._asked(known, namespace, spans, ids, reuse, num_beams, encoder_tokens))
         options: dict[str, Any] = {
             "namespace": namespace,
-            "media": media,
-            "extra_ids": extra_ids,
+            "media": spans,
+            "extra_ids": ids,
             "retention": retention,
             "reuse": reuse,
             "publish": publish,
             "num_beams": num_beams,
             "encoder_tokens": encoder_tokens,
         }
-        self._steps.append(Step("add", prompt, options))
+        self._steps.append(Step("add", known, options))
         return self
 
     def fits(
@@ -196,14 +199,15 @@ class Forecast:
         if sequence.row in self._released:
             raise SequenceError(f"append: {sequence!r} is released in this forecast")
         added = self._added_tokens.get(sequence.row, 0)
-        n = _num_tokens(tokens)
+        known = tokens if isinstance(tokens, int) else as_token_array(tokens).copy()
+        n = _num_tokens(known)
         if sequence.num_tokens + added + n > self._state.rows.max_tokens:
             raise NeverFits(f"append: {sequence!r} with {added + n} more tokens exceeds max_sequence_length")
         needed = self._added_blocks(sequence, n) - self._added_blocks(sequence, 0)
         self._require_blocks(needed)
         self._free_blocks -= needed
         self._added_tokens[sequence.row] = added + n
-        self._steps.append(Step("append", tokens, {"sequence": sequence}))
+        self._steps.append(Step("append", known, {"sequence": sequence}))
         return self
 
     def _admission(self, asked: Asked) -> tuple[int, list[tuple[Extent, int]]]:
@@ -256,7 +260,7 @@ class TriedForecast(Forecast):
     def _own(self) -> CacheState:
         """Return the state that may be changed: a copy, made when it is needed first."""
         if self._state is self._real:
-            self._state = copy_of(self._real)
+            self._state = self._real.copied()
         return self._state
 
     @property
@@ -285,10 +289,11 @@ class TriedForecast(Forecast):
         """Suppose that a running sequence gets more tokens: these, or so many."""
         self._check(sequence, "append")
         ours = self._own().rows.sequence_at(sequence.row)
-        n = _num_tokens(tokens)
+        known = tokens if isinstance(tokens, int) else as_token_array(tokens).copy()
+        n = _num_tokens(known)
         batch = self._state.rows.batch([ours], "append")
         growth.append_arrays(self._state, batch, [np.zeros(n, np.int32).tobytes()])
-        self._steps.append(Step("append", tokens, {"sequence": sequence}))
+        self._steps.append(Step("append", known, {"sequence": sequence}))
         return self
 
     def _admit(self, asked: Asked) -> None:
@@ -319,28 +324,10 @@ class TriedForecast(Forecast):
             raise SequenceError(f"{call}: {sequence!r} is released in this forecast")
 
 
-def _num_tokens(tokens: int | Tokens) -> int:
-    if isinstance(tokens, int):
-        return as_count(tokens, "tokens")
-    return len(as_token_bytes(tokens)) // TOKEN_BYTES
+def _num_tokens(tokens: int | TokenArray) -> int:
+    return as_count(tokens, "tokens") if isinstance(tokens, int) else len(tokens)
 
 
 def forecast_of(state: CacheState) -> Forecast:
     """Return a what-if over a manager's state."""
     return Forecast(state) if state.is_plain else TriedForecast(state)
-
-
-def copy_of(state: CacheState) -> CacheState:
-    """Copy a manager's state, which shares nothing with it that changes."""
-    # Callers' objects are not ours to copy: their clock, their policy, what releases a pin.
-    callers = [state.config, state.config.policy, state.clock, *state.pins]
-    memo: dict[int, object] = {id(each): each for each in callers}
-    made: dict[int, Extent] = {}
-    for extent in state.all_extents():
-        made[id(extent)] = memo[id(extent)] = extent.copied()
-    for twin in made.values():
-        if twin.parent is not None:
-            twin.parent = made[id(twin.parent)]
-        if twin.children is not None:
-            twin.children = {key: made[id(child)] for key, child in twin.children.items()}
-    return copy.deepcopy(state, memo)

@@ -1,5 +1,7 @@
 """The free blocks of one group in one tier: a stack in an int32 array, so that n blocks come and go as one slice."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,11 @@ class BlockPool:
             )
         self._free[self.num_blocks - end : self.num_blocks - self.num_free] = blocks
         self.num_free = end
+
+    def copy_from(self, other: BlockPool) -> None:
+        """Have the same blocks free, in the same order, as another pool of this size."""
+        self._free[:] = other._free
+        self.num_free = other.num_free
 
     def free_blocks(self) -> NDArray[np.int32]:
         """Copy the ids that are free, in no order that means anything."""

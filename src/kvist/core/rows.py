@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentTypeError, SequenceError
 
 if TYPE_CHECKING:
-    from kvist.core.extents import Extent, Namespace
+    from kvist.core.extents import Extent, Namespace, Twins
 
 __all__ = ["NEVER", "RUNNING", "WAITING", "Batch", "RowState", "SequenceRows"]
 
@@ -140,16 +139,24 @@ class SequenceRows:
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._last_batch: tuple[tuple[np.dtype[Any], bytes], Batch] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceRows:
-        """Copy the rows; views of the arrays are made anew, as they cannot be copied."""
-        twin = SequenceRows(len(self.sequences), self.max_tokens, self.spans, copy.deepcopy(self.identities, memo))
-        memo[id(self)] = twin
+    def copy_from(self, other: SequenceRows, twins: Twins) -> None:
+        """Have the same rows, of sequences that hold the copies of extents where the others hold the originals."""
         for name in ROW_ARRAYS:
-            getattr(twin, name)[:] = getattr(self, name)
-        twin.sequences = copy.deepcopy(self.sequences, memo)
-        twin.num_waiting, twin.num_running = self.num_waiting, self.num_running
-        twin._free_rows = list(self._free_rows)
-        return twin
+            getattr(self, name)[:] = getattr(other, name)
+        self._free_rows = list(other._free_rows)
+        self.num_waiting, self.num_running = other.num_waiting, other.num_running
+        for sequence in other.running():
+            self.sequences[sequence.row] = sequence.copied(self, twins[id(sequence._extent)])
+        for sequence in other.running():
+            twin = self.sequence_at(sequence.row)
+            twin.leader = None if sequence.leader is None else self.sequence_at(sequence.leader.row)
+            if sequence._beams is not None:
+                twin._beams = [self.sequence_at(beam.row) for beam in sequence._beams]
+        encoders = {id(each._encoder): each._encoder for each in other.running() if each._encoder is not None}
+        copies = {which: replace(encoder) for which, encoder in encoders.items()}
+        for sequence in other.running():
+            if sequence._encoder is not None:
+                self.sequence_at(sequence.row)._encoder = copies[id(sequence._encoder)]
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -347,7 +354,7 @@ class SequenceRows:
 
     def capacity(self, row: int) -> int:
         """Tokens that the row's blocks have room for."""
-        return min(self.blocks_of[row] * self.block_size - self.bubble, self.max_tokens)
+        return min(max(self.blocks_of[row] * self.block_size - self.bubble, 0), self.max_tokens)
 
     def columns_for(self, num_tokens: int) -> int:
         """Count the columns that so many tokens take."""
@@ -362,7 +369,7 @@ class SequenceRows:
     def refresh_limits(self, rows: NDArray[np.int64]) -> None:
         """Derive `limit` of rows whose blocks or tail have changed."""
         tail_end = rows * self.tail_tokens - self.tail_origin[rows] + self.tail_tokens
-        capacity = self.num_blocks[rows] * self.block_size - self.bubble
+        capacity = np.maximum(self.num_blocks[rows] * self.block_size - self.bubble, 0)
         self.limit[rows] = np.minimum(np.minimum(capacity, self.max_tokens), tail_end)
         if self.rings:
             for row in rows.tolist():

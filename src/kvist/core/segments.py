@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 from zlib import crc32
 
 from kvist.core.eviction import SWEEP_MARGIN, Candidates
-from kvist.core.extents import Extent
+from kvist.core.extents import Extent, Twins
 
 __all__ = ["Ghosts", "S3FifoQueue", "Segment", "SegmentedQueue", "SlruQueue", "Standing", "fingerprint"]
 
@@ -39,6 +39,11 @@ class Segment:
     def num_entries(self) -> int:
         """Entries in memory, stale ones included."""
         return len(self._heap)
+
+    def copy_from(self, other: Segment, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another segment has the originals."""
+        self.num_extents, self.num_blocks = other.num_extents, other.num_blocks
+        self._heap = [(place, ticket, twins[id(each)]) for place, ticket, each in other._heap if id(each) in twins]
 
     def enter(self, extent: Extent, standing: Standing) -> None:
         """Let an extent with a new ticket in, and count its blocks."""
@@ -84,6 +89,17 @@ class SegmentedQueue(Candidates):
         self._standings: dict[Extent, Standing] = {}
         self._max_standings = SWEEP_MARGIN
         self._last_ticket = 0
+
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        assert isinstance(other, SegmentedQueue)
+        self.num_candidates, self._last_ticket = other.num_candidates, other._last_ticket
+        self.newcomers.copy_from(other.newcomers, twins)
+        self.main.copy_from(other.main, twins)
+        for extent, standing in other._standings.items():
+            if id(extent) in twins:
+                twin = self._standings[twins[id(extent)]] = Standing(standing.place, is_main=standing.is_main)
+                twin.spent, twin.num_blocks = standing.spent, standing.num_blocks
 
     def _meet(self, extent: Extent) -> Standing:
         """Return the standing of an extent that is offered for the first time."""
@@ -184,6 +200,12 @@ class SlruQueue(SegmentedQueue):
         super().__init__()
         self._newest_use = 0
 
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        assert isinstance(other, SlruQueue)
+        super().copy_from(other, twins)
+        self._newest_use = other._newest_use
+
     def _meet(self, extent: Extent) -> Standing:
         return Standing(extent.last_use, is_main=False)
 
@@ -214,6 +236,10 @@ class Ghosts:
 
     def __len__(self) -> int:
         return len(self._blocks_of)
+
+    def copy_from(self, other: Ghosts) -> None:
+        """Remember the same."""
+        self._blocks_of, self.num_blocks = dict(other._blocks_of), other.num_blocks
 
     def add(self, fingerprint: int, num_blocks: int, max_blocks: int) -> None:
         """Remember an extent, and forget the oldest until no more than `max_blocks` are remembered."""
@@ -260,6 +286,13 @@ class S3FifoQueue(SegmentedQueue):
     def num_entries(self) -> int:
         """Everything kept in memory: candidates, stale entries, what is known of extents in use, and ghosts."""
         return super().num_entries + len(self.ghosts)
+
+    def copy_from(self, other: Candidates, twins: Twins) -> None:
+        """Have the copies of extents in the order in which another queue of this policy has the originals."""
+        assert isinstance(other, S3FifoQueue)
+        super().copy_from(other, twins)
+        self.ghosts.copy_from(other.ghosts)
+        self._max_blocks, self._last_place = other._max_blocks, other._last_place
 
     def _next_place(self) -> int:
         self._last_place += 1

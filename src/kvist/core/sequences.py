@@ -90,6 +90,15 @@ class Sequence:
         self.num_shared_tokens = 0
         self.miss = ""
 
+    def copied(self, rows: SequenceRows, extent: Extent) -> Sequence:
+        """Return a copy in other rows that holds another extent; who its beams are is the caller's business."""
+        twin = Sequence(rows, self.row, self.namespace, extent, publishes=self.publishes)
+        twin.reuses, twin.miss, twin.retention = self.reuses, self.miss, self.retention
+        twin.num_prompt_tokens, twin.num_cached_tokens = self.num_prompt_tokens, self.num_cached_tokens
+        twin.num_shared_tokens, twin._checkpoints = self.num_shared_tokens, list(self._checkpoints)
+        twin._earlier, twin._earlier_start = bytes(self._earlier), self._earlier_start
+        return twin
+
     def __repr__(self) -> str:
         if not self.is_live:
             return "<Sequence freed>" if self._suspended is None else "<Sequence suspended>"

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.core.extents import Extent
+from kvist.core.extents import Extent, Twins
 from kvist.core.groups import Span
 from kvist.core.pool import BlockPool
 from kvist.core.tokens import TOKEN_BYTES
@@ -59,6 +59,13 @@ class SpannedGroup:
         self.emptied: list[Extent] = []
         self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
+
+    def copy_from(self, other: SpannedGroup, twins: Twins) -> None:
+        """Count and rank the copies of extents as another group does the originals; references are copied apart."""
+        self.num_evictable, self._num_ranked = other.num_evictable, other._num_ranked
+        self._spare = [(*entry[:3], twins[id(entry[3])]) for entry in other._spare if id(entry[3]) in twins]
+        self._middles.extend(twins[id(each)] for each in other._middles if id(each) in twins)
+        self._offered = [twins[id(each)] for each in other._offered if id(each) in twins]
 
     # -- references ---------------------------------------------------------------------------------------------------
 

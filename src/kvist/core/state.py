@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
 from kvist.core import holdings, recurrent, rings
-from kvist.core.extents import Blocks, Extent, Match
+from kvist.core.extents import Blocks, Extent, Match, Twins
 from kvist.core.groups import spans_of
 from kvist.core.identity import IdentityTable, Media
 from kvist.core.matching import Pin
@@ -132,6 +132,26 @@ class CacheState:
                 found[id(extent)] = extent
                 extent = extent.parent
         return list(found.values())
+
+    def copied(self) -> CacheState:
+        """Return a copy that shares nothing with this state that changes, for trying things out.
+
+        Identities are shared, since looking one up changes nothing; pins and suspended sequences are left out, and what
+        they hold stays held.
+        """
+        twin = CacheState(self.config, self.clock)
+        twins: Twins = {id(extent): extent.copied() for extent in self.all_extents()}
+        for pool, original in zip(twin.pools, self.pools, strict=True):
+            pool.copy_from(original)
+        for group, original_group in zip(twin.spanned, self.spanned, strict=True):
+            group.references[:] = original_group.references
+            group.copy_from(original_group, twins)
+        twin.tree.copy_from(self.tree, twins)
+        twin.rows.copy_from(self.rows, twins)
+        twin._due_rows, twin._any_row_due = set(self._due_rows), self._any_row_due
+        twin._slides_due = self._slides_due
+        twin.identities = twin.rows.identities = self.identities
+        return twin
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import numpy as np
 from kvist.core import reclaiming
 from kvist.core.eviction import Candidates
 from kvist.core.expiries import Expiries
-from kvist.core.extents import Blocks, Extent, Match, Namespace, Root
+from kvist.core.extents import Blocks, Extent, Match, Namespace, Root, Twins
 from kvist.core.losses import ASKED_FOR, MADE_ROOM, UNREACHABLE, Losses
 from kvist.core.pool import BlockPool
 from kvist.core.retention import DEFAULT_KEEP, Keep
@@ -70,6 +70,23 @@ class PrefixTree:
         self.num_evicted = dict.fromkeys((MADE_ROOM, ASKED_FOR, UNREACHABLE), 0)
         self.tick = 0
         self.reason = MADE_ROOM
+
+    def copy_from(self, other: PrefixTree, twins: Twins) -> None:
+        """Have the copies of another tree's extents where that has the originals; evictions are not remembered."""
+        for twin in twins.values():
+            if twin.parent is not None:
+                twin.parent = twins[id(twin.parent)]
+            if twin.children is not None:
+                twin.children = {key: twins[id(child)] for key, child in twin.children.items()}
+        for namespace, root in other.roots.items():
+            twin_root = twins[id(root)]
+            assert isinstance(twin_root, Root)
+            self.roots[namespace] = twin_root
+            for key in root.children or ():
+                self.losses.note_first(twin_root, key)
+        self.num_evictable, self.tick = other.num_evictable, other.tick
+        self.queue.copy_from(other.queue, twins)
+        self.expiries.copy_from(other.expiries, twins)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

@@ -84,19 +84,8 @@ def model_layers(model: PreTrainedModel, *, checkpoint_tokens: int | None = None
                 "so neither can a prompt be computed in chunks, nor only what follows a cached prefix"
             ]
         )
-    specs: list[LayerSpec] = []
-    attention: list[int | None] = []
-    states: list[int | None] = []
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
-        donor = attention[donors[index]] if index in donors else None
-        attention.append(len(specs) if kind in _ATTENTION or donor is not None else None)
-        if donor is not None:
-            specs.append(replace(cast("AttentionSpec", specs[donor]), shares_layer=donor))
-        elif kind in _ATTENTION:
-            specs.append(_attention_spec(layer, kind, settings[index].get("sliding_window")))
-        states.append(len(specs) if kind in _RECURRENT else None)
-        if kind in _RECURRENT:
-            specs.append(_state_spec(layer, checkpoint_tokens))
+    windows = [each.get("sliding_window") for each in settings]
+    specs, attention, states = _placed(kinds, windows, layers, donors, checkpoint_tokens)
     is_latent = getattr(config, "kv_lora_rank", None) is not None
     return ModelLayers(
         tuple(specs),
@@ -189,6 +178,30 @@ def _device(model: PreTrainedModel, layers: list[Any]) -> torch.device:
             [f"the layers of {type(model).__name__} lie on {', '.join(devices)}, and a cache lies on one device"]
         )
     return torch.device(devices[0])
+
+
+def _placed(
+    kinds: list[str],
+    windows: list[int | None],
+    layers: list[Any],
+    donors: dict[int, int],
+    checkpoint_tokens: int | None,
+) -> tuple[list[LayerSpec], list[int | None], list[int | None]]:
+    """Return the specs of all layers, and by layer the places of its attention's and its state's among them."""
+    specs: list[LayerSpec] = []
+    attention: list[int | None] = []
+    states: list[int | None] = []
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        donor = attention[donors[index]] if index in donors else None
+        attention.append(len(specs) if kind in _ATTENTION or donor is not None else None)
+        if donor is not None:
+            specs.append(replace(cast("AttentionSpec", specs[donor]), shares_layer=donor))
+        elif kind in _ATTENTION:
+            specs.append(_attention_spec(layer, kind, windows[index]))
+        states.append(len(specs) if kind in _RECURRENT else None)
+        if kind in _RECURRENT:
+            specs.append(_state_spec(layer, checkpoint_tokens))
+    return specs, attention, states
 
 
 def _attention_spec(layer: DynamicLayer, kind: str, window: int | None) -> AttentionSpec:
