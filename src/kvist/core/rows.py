@@ -42,10 +42,8 @@ ROW_ARRAYS = (
     "publish_due",
     "tail_origin",
     "state",
-    "block_table",
-    "tail",
 )
-"""All arrays of SequenceRows."""
+"""The arrays of SequenceRows that are small; of the block table and the tails, only rows in use are copied."""
 
 row_of = attrgetter("row")
 
@@ -143,6 +141,10 @@ class SequenceRows:
         """Have the same rows, of sequences that hold the copies of extents where the others hold the originals."""
         for name in ROW_ARRAYS:
             getattr(self, name)[:] = getattr(other, name)
+        for row in (sequence.row for sequence in other.running()):
+            self.block_table[:, row] = other.block_table[:, row]
+            tail = slice(row * self.tail_tokens, (row + 1) * self.tail_tokens)
+            self.tail[tail] = other.tail[tail]
         self._free_rows = list(other._free_rows)
         self.num_waiting, self.num_running = other.num_waiting, other.num_running
         for sequence in other.running():
