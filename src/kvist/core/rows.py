@@ -203,7 +203,7 @@ class SequenceRows:
         if self.is_plain:
             self.block_table[0, row, : self.blocks_of[row]] = 0
         else:
-            self.block_table[:, row] = 0
+            self.block_table[:, row, : self.width(row)] = 0
             self.firsts[:, row] = self.ends[:, row] = self.frozen[:, row] = 0
             self.wrapped[row] = False
             self.most_tokens[row] = 0
@@ -349,8 +349,11 @@ class SequenceRows:
 
     def width(self, row: int) -> int:
         """Count the columns that the row uses in some group."""
-        num_blocks: int = self.blocks_of[row]
-        return num_blocks if self.is_plain else max(num_blocks, int(self.ends[:, row].max()))
+        width: int = self.blocks_of[row]
+        if not self.is_plain:
+            for ends in self.ends_of:
+                width = max(width, ends[row])
+        return width
 
     # -- capacity -----------------------------------------------------------------------------------------------------
 
