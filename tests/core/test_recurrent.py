@@ -4,7 +4,7 @@ import pytest
 from tests.core.layers import FULL, grouped, hit, sliding, state, tables
 from tests.core.small import cached, computed, group_moves, refused
 
-from kvist import NeverFits, OutOfBlocks, SequenceError
+from kvist import KVCacheManager, NeverFits, OutOfBlocks, SequenceError, TransferError
 
 
 def hybrid(checkpoint_tokens=None, block_size=2, **settings):
@@ -345,4 +345,48 @@ def test_all_states_come_back():
     assert manager.num_free_blocks == 40
     cached(manager, [50])
     assert tables(manager, manager.add_sequence([60]))[1] != []
+    manager.check()
+
+
+# -- copies that fail -------------------------------------------------------------------------------------------------
+
+
+class States:
+    """A memory that keeps what each state is after how many tokens, and fails when told to."""
+
+    def __init__(self):
+        self.after, self.fails = {}, False
+
+    def perform(self, moves):
+        if self.fails:
+            raise OSError("no")
+        for move in moves:
+            self.after[move.group, move.destination] = self.after.get((move.group, move.source))
+
+
+def test_a_checkpoint_whose_copy_failed_is_never_found_with_a_later_state():
+    memory = States()
+    manager = KVCacheManager(hybrid().config, memory)
+    sequence = manager.add_sequence([1, 2, 3])
+    working = (1, int(sequence.group_blocks(1)[0]))
+    memory.after[working], memory.fails = 2, True
+    with pytest.raises(TransferError):
+        manager.commit([sequence], 2)
+    memory.after[working], memory.fails = 3, False
+    manager.commit([sequence], 3)
+    follower = manager.add_sequence([1, 2, 9])
+    assert memory.after.get((1, int(follower.group_blocks(1)[0])), 0) == follower.num_cached_tokens
+    manager.check()
+
+
+def test_an_admission_whose_copy_failed_leaves_nothing_behind():
+    memory = States()
+    manager = KVCacheManager(hybrid().config, memory)
+    manager.free(prefilled(manager, range(5)))
+    free, memory.fails = manager.num_free_blocks, True
+    with pytest.raises(TransferError):
+        manager.add_sequence(range(5))
+    memory.fails = False
+    assert (manager.num_free_blocks, manager.take_moves()) == (free, [])
+    assert manager.add_sequence(range(5)).num_cached_tokens == 4
     manager.check()

@@ -202,6 +202,7 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
         beams.append(beam)
     for beam in beams:
         beam._beams = beams
+    rows.refresh_limit(leader.row)
 
 
 def start_beams(state: CacheState, leader: Sequence) -> None:
@@ -230,6 +231,7 @@ def start_beams(state: CacheState, leader: Sequence) -> None:
         if state.recurrent is not None:
             working = rows.block_table.item(state.recurrent.index, leader.row, 0)
             recurrent.order_state_move(state, working, beam.row)
+    rows.refresh_limit(leader.row)
 
 
 def require_exact_prompt(state: CacheState, leader: Sequence, num_computed: int) -> None:

@@ -176,7 +176,7 @@ def wrap(state: CacheState, row: int) -> None:
 
 
 def _make_private(state: CacheState, group: SpannedGroup, row: int, column: int, *, taking_over: bool) -> None:
-    """Give a row a block of its own for a shared column, with a copy of it if it is still in its window."""
+    """Give a row a block of its own for a shared column, and a copy: a rewind may bring it back into the window."""
     index, rows = group.index, state.rows
     shared = rows.block_table[index, row, column : column + 1].copy()
     if _takes_over(state, group, row, column, taking_over=taking_over):
@@ -187,19 +187,12 @@ def _make_private(state: CacheState, group: SpannedGroup, row: int, column: int,
         extent.has_holes = True
     else:
         rows.block_table[index, row, column] = state.take(index, 1)[0]
-        if _is_seen(geometry(group), column, rows.computed_of[row]):
-            own = rows.block_table.item(index, row, column)
-            state.order_move(int(shared[0]), own, state.block_size, index)
+        own = rows.block_table.item(index, row, column)
+        state.order_move(int(shared[0]), own, state.block_size, index)
         group.relinquish(shared)
         group.offer(rows.sequence_at(row)._extent)
         rows.version[row] += 1
     rows.firsts_of[index][row] = column + 1
-
-
-def _is_seen(ring: RingGeometry, column: int, num_computed: int) -> bool:
-    """Say whether the token after `num_computed` others sees one of a column's."""
-    last = min((column + 1) * ring.block_size - ring.num_bubble_tokens, ring.num_tokens) - 1
-    return last >= num_computed + 1 - (ring.window - ring.sink_tokens)
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------

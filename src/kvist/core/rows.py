@@ -388,6 +388,8 @@ class SequenceRows:
     def _ring_limit(self, row: int) -> int:
         """Return up to which number of tokens a row can grow without wrapping, or overwriting what is not its own."""
         limit = NEVER
+        if self.num_waiting and self.wrapped[row] and self.sequence_at(row)._waiting_beams():
+            return int(self.tokens_of[row])
         for group, ring in self.rings:
             if not self.wrapped[row]:
                 limit = min(limit, ring.num_tokens)
