@@ -9,6 +9,7 @@ from typing import Protocol
 from numpy.typing import ArrayLike
 
 from kvist.config import CacheConfig
+from kvist.core import recurrent
 from kvist.core.arguments import as_count, as_counts
 from kvist.core.manager import CacheCore
 from kvist.core.moves import Move
@@ -60,6 +61,7 @@ class KVCacheManager(CacheCore):
             self.memory.perform(self._state.moves)
         except Exception as error:
             num_copies = len(self._state.moves)
+            recurrent.abandon_copies(self._state)
             self._end(beam for sequence in new for beam in sequence.beams)
             raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
         self._state.moves = []

@@ -13,7 +13,15 @@ from kvist.core.spanned import SpannedGroup
 if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
-__all__ = ["checkpoint", "chunk_limit", "give_row_a_state", "give_states", "keep_last_state", "order_state_move"]
+__all__ = [
+    "abandon_copies",
+    "checkpoint",
+    "chunk_limit",
+    "give_row_a_state",
+    "give_states",
+    "keep_last_state",
+    "order_state_move",
+]
 
 
 def checkpoint(state: CacheState, rows: NDArray[np.int64]) -> None:
@@ -39,6 +47,20 @@ def checkpoint(state: CacheState, rows: NDArray[np.int64]) -> None:
         sequence._checkpoints.append((column, block))
         working = state.rows.block_table.item(group.index, row, 0)
         state.order_move(working, block, state.block_size, group.index)
+
+
+def abandon_copies(state: CacheState) -> None:
+    """Give up the copies of states that could not be made: later the states would be others."""
+    group = state.recurrent
+    if group is None:
+        return
+    for sequence in state.rows.running():
+        for column, block in list(sequence._checkpoints):
+            waiting = [move for move in state.moves if move.group == group.index and move.destination == block]
+            if waiting:
+                sequence._checkpoints.remove((column, block))
+                group.pool.give(np.array([block], np.int32))
+                state.moves = [move for move in state.moves if move not in waiting]
 
 
 def _is_wanted(state: CacheState, group: SpannedGroup, sequence: Sequence, column: int) -> bool:

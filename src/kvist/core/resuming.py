@@ -19,7 +19,8 @@ def suspend(state: CacheState, sequence: Sequence) -> None:
     rows, row = state.rows, sequence.row
     if sequence._beams is not None:
         branches.leave_beams(state, sequence)
-    suspended = Suspended(rows.packed_tokens(sequence), rows.computed_of[row], sequence.num_encoder_tokens)
+    tokens, version = rows.packed_tokens(sequence), rows.version.item(row)
+    suspended = Suspended(tokens, rows.computed_of[row], sequence.num_encoder_tokens, version)
     state.end(sequence, publish=True)
     sequence._suspended = suspended
     state.suspended[sequence] = None
@@ -32,6 +33,8 @@ def resume(state: CacheState, sequence: Sequence) -> int:
     assert suspended is not None
     num_lost = _readmit(state, sequence, suspended.tokens, suspended.num_computed, suspended.num_encoder_tokens)
     del state.suspended[sequence]
+    version = state.rows.version
+    version[sequence.row] = max(version.item(sequence.row), suspended.version) + 1
     state.counters.num_resumed += 1
     state.counters.num_recomputed_tokens += num_lost
     return num_lost

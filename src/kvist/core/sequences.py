@@ -33,11 +33,12 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """What a suspended sequence is to go on from: its packed tokens, and how many of them were computed."""
+    """What a suspended sequence is to go on from: its packed tokens, how many of them were computed, and its version."""
 
     tokens: bytes
     num_computed: int
     num_encoder_tokens: int
+    version: int
 
 
 class Sequence:
