@@ -33,7 +33,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """What a suspended sequence is to go on from: its packed tokens, how many of them were computed, and its version."""
+    """What a suspended sequence is to go on from: its packed tokens, how many were computed, and its version."""
 
     tokens: bytes
     num_computed: int
