@@ -116,6 +116,17 @@ def test_a_step_back_to_the_start_never_finds_what_was_computed_without_the_enco
     manager.check()
 
 
+@pytest.mark.parametrize("layer", [sliding(2), state()], ids=["window", "state"])
+def test_a_step_back_that_begins_again_keeps_the_only_encoder(layer):
+    manager = grouped([FULL, layer, CROSS], block_size=1)
+    sequence = computed(manager, [1, 2, 3, 4, 5, 6], encoder_tokens=3)
+    blocks = tables(manager, sequence)[2]
+    manager.rewind(sequence, 3)
+    manager.add_sequence([9], encoder_tokens=4)
+    assert (sequence.num_computed_tokens, tables(manager, sequence)[2]) == (0, blocks)
+    manager.check()
+
+
 def test_a_resumed_sequence_has_blocks_for_its_encoder_again_and_computes_all_of_its_tokens():
     manager = crossed()
     sequence = computed(manager, range(7), encoder_tokens=5)

@@ -103,6 +103,14 @@ def test_a_window_of_four_tokens_reaches_the_last_place_with_two_blocks_before_i
 
 @pytest.mark.parametrize(
     ("columns", "end", "reached"),
+    [([[0, 1, 2, 3]], 4, 4), ([[-1, 1, 2, 3]], 4, 0), ([[0, -1, 2, 3]], 4, 4), ([[-1], [1, 2, 3]], 4, 0)],
+)
+def test_without_its_sinks_a_window_reaches_nothing(columns, end, reached):
+    assert group_of(Span("sliding", 2, window=4, num_sink_blocks=1)).reach(path(*columns), end) == reached
+
+
+@pytest.mark.parametrize(
+    ("columns", "end", "reached"),
     [([[-1, 1, -1]], 3, 2), ([[-1, 1], [-1]], 3, 2), ([[-1], [-1, 2]], 3, 3), ([[-1]], 1, 0)],
 )
 def test_a_state_reaches_the_last_checkpoint(columns, end, reached):

@@ -103,8 +103,10 @@ def test_a_sequence_that_does_not_publish_finds_what_others_left_meanwhile():
 def test_a_sequence_that_must_not_reuse_does_not_do_so_when_it_is_resumed():
     manager = small()
     sequence = computed(manager, [1, 2, 3, 4, 5], reuse=False)
-    manager.suspend(sequence)
-    assert manager.resume(sequence) == 5
+    (fork,) = manager.fork(sequence)
+    for each in (sequence, fork):
+        manager.suspend(each)
+        assert manager.resume(each) == 5
 
 
 def test_content_that_was_dropped_meanwhile_is_computed_again_and_left_to_nobody():

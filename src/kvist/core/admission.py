@@ -158,17 +158,17 @@ def _count_blocks(state: CacheState, sequence: Sequence, num_reused: int, num_bl
     if state.is_plain:
         state.counters.groups[0].admit(num_reused, num_new)
         return
-    row, rows = sequence.row, state.rows
-    for index, span in enumerate(state.spans):
-        reused, new = num_reused, num_new
-        if span.kind == "state":
-            reused, new = 0, num_beams
-        elif span.kind == "cross":
-            reused, new = 0, rows.ends_of[index][row]
-        elif span.kind != "full":
-            reused -= max(rows.firsts_of[index][row] - span.num_sink_blocks, 0)
-            new += rows.ends_of[index][row] - num_blocks
-        state.counters.groups[index].admit(reused, new)
+    row, rows, groups = sequence.row, state.rows, state.counters.groups
+    if state.has_full:
+        groups[0].admit(num_reused, num_new)
+    for group in state.linear:
+        index = group.index
+        num_holes = max(rows.firsts_of[index][row] - group.span.num_sink_blocks, 0)
+        groups[index].admit(num_reused - num_holes, num_new + rows.ends_of[index][row] - num_blocks)
+    if state.recurrent is not None:
+        groups[state.recurrent.index].admit(0, num_beams)
+    if state.cross is not None:
+        groups[state.cross].admit(0, rows.ends_of[state.cross][row])
 
 
 def _fill_groups(
@@ -183,7 +183,7 @@ def _fill_groups(
     row, rows = sequence.row, state.rows
     start, end = rows.published_of[row], rows.blocks_of[row]
     if start:
-        holdings.hold_shared(state, row)
+        holdings.hold_reused(state, sequence)
     checkpoint = _checkpoint(state, match)
     state.make_room(needs)
     state.fill(row, start, end, num_computed=num_cached)

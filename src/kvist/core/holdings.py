@@ -26,6 +26,7 @@ __all__ = [
     "has_holes",
     "held_blocks",
     "hold_past",
+    "hold_reused",
     "hold_shared",
     "merge",
     "own_columns",
@@ -90,10 +91,12 @@ def own_columns(state: CacheState, group: SpannedGroup, row: int, end: int) -> N
 
 def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int32]:
     """Return the tree's blocks that a row has in span in one group."""
-    rows, index = state.rows, group.index
-    if group.span.ring is not None:
+    rows, index, span = state.rows, group.index, group.span
+    if span.ring is not None:
         return held_blocks(state, group, row)[0]
     published, first = rows.published_of[row], rows.firsts_of[index][row]
+    if not span.num_sink_blocks:
+        return rows.block_table[index, row, first:published]
     return _without_holes(rows.block_table[index, row], 0, published, first, group.span.num_sink_blocks)
 
 
@@ -128,13 +131,42 @@ def hold_shared(state: CacheState, row: int) -> None:
             group.retain(shared)
 
 
+def hold_reused(state: CacheState, sequence: Sequence) -> None:
+    """Hold the tree's blocks that a new row's table shows in span; the extents must be held already."""
+    for group in state.linear:
+        shared = _shared(state, group, sequence.row)
+        if not len(shared):
+            continue
+        if _is_only_holder(group, sequence, state.rows.firsts_of[group.index][sequence.row]):
+            group.retain_unheld(shared)
+        else:
+            group.retain(shared)
+
+
+def _is_only_holder(group: SpannedGroup, sequence: Sequence, first: int) -> bool:
+    """Say whether nobody else holds the extents of a sequence's path down to column `first`, and so what is in them."""
+    if group.span.num_sink_blocks:
+        first = 0
+    node = sequence._extent
+    while node.references == 1:
+        if node.start <= first:
+            return True
+        assert node.parent is not None
+        node = node.parent
+    return False
+
+
 def release_shared(state: CacheState, sequence: Sequence) -> None:
     """End a row's hold of the tree's blocks in span; the extents must still be held."""
     for group in state.linear:
         shared = _shared(state, group, sequence.row)
         if len(shared):
-            group.relinquish(shared)
-            group.offer(sequence._extent, state.rows.firsts_of[group.index][sequence.row])
+            first = state.rows.firsts_of[group.index][sequence.row]
+            if _is_only_holder(group, sequence, first):
+                group.relinquish_all(shared)
+            else:
+                group.relinquish(shared)
+            group.offer(sequence._extent, first)
 
 
 # -- rows as they were ------------------------------------------------------------------------------------------------
@@ -202,6 +234,9 @@ def show_shared(state: CacheState, row: int, extent: Extent, num_columns: int, n
         first = min(group.span.first_block(num_computed), num_columns)
         table = rows.block_table[index, row]
         rows.firsts_of[index][row], rows.ends_of[index][row] = first, num_columns
+        if not num_sinks and extent.start <= first:
+            table[first:num_columns] = extent.blocks[index, first - extent.start :]
+            continue
         node = extent
         while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
             start, end = node.start, node.start + node.blocks.shape[1]
@@ -351,6 +386,10 @@ def has_holes(state: CacheState, sequence: Sequence, start: int) -> bool:
 
 def adopt(state: CacheState, extent: Extent, blocks: Blocks, *, held: bool) -> None:
     """Count blocks that an extent has just taken: held by the row that they come from, or by nobody."""
+    if not held and not extent.has_holes:
+        for group in state.spanned:
+            group.num_evictable += blocks.shape[1]
+        return
     for group in state.spanned:
         present = blocks[group.index]
         if extent.has_holes:

@@ -225,7 +225,9 @@ class CacheCore:
             raise SequenceError(f"rewind: row {row} has {rows.tokens_of[row]} tokens, {n} cannot be taken back")
         rewinding.refuse_open_media(state, sequence, left)
         rows.most_tokens[row] = max(rows.most_tokens.item(row), rows.tokens_of[row])
-        if not state.is_plain and left and not rewinding.can_step_back(state, sequence, left):
+        if not state.is_plain and not left:
+            rewinding.rewind_to_nothing(state, sequence)
+        elif not state.is_plain and not rewinding.can_step_back(state, sequence, left):
             resuming.rewind_anew(state, sequence, left)
         elif left // state.block_size < rows.published_of[row]:
             rewinding.rewind_published(state, sequence, left)

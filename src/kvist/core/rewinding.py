@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvist.core import holdings, rings
 from kvist.core.extents import Extent
 from kvist.core.sequences import Sequence
@@ -9,7 +11,14 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import SequenceError
 
-__all__ = ["can_step_back", "extent_ending_at", "refuse_open_media", "rewind_own", "rewind_published"]
+__all__ = [
+    "can_step_back",
+    "extent_ending_at",
+    "refuse_open_media",
+    "rewind_own",
+    "rewind_published",
+    "rewind_to_nothing",
+]
 
 
 def can_step_back(state: CacheState, sequence: Sequence, left: int) -> bool:
@@ -35,6 +44,27 @@ def _ring_steps_back(state: CacheState, row: int, left: int) -> bool:
         if most_tokens > ring.num_tokens and oldest_seen < most_tokens - ring.num_ring_tokens:
             return False
     return left // state.block_size >= rows.published_of[row]
+
+
+def rewind_to_nothing(state: CacheState, sequence: Sequence) -> None:
+    """Take all tokens back in several groups: the row keeps its state's block and its encoder's, and nothing else."""
+    rows, row = state.rows, sequence.row
+    holdings.release_shared(state, sequence)
+    holdings.give_all_own(state, row)
+    if state.has_full:
+        state.pools[0].give(rows.block_table[0, row, rows.published_of[row] : rows.blocks_of[row]])
+    if state.recurrent is not None:
+        state.recurrent.pool.give(np.array([block for _, block in sequence._checkpoints], np.int32))
+        sequence._checkpoints.clear()
+    old, root = sequence._extent, state.tree.root(sequence.namespace)
+    state.tree.hold(root)
+    sequence._extent = root
+    state.tree.release(old)
+    rows.cut(row, 0)
+    rows.wrapped[row], rows.frozen[:, row], rows.most_tokens[row] = False, 0, 0
+    rows.set_earlier(sequence, 0, b"")
+    rows.set_published(sequence, 0)
+    rows.version[row] += 1
 
 
 def rewind_own(state: CacheState, sequence: Sequence, left: int) -> None:

@@ -204,7 +204,9 @@ class SequenceRows:
             self.block_table[0, row, : self.blocks_of[row]] = 0
         else:
             self.block_table[:, row, : self.width(row)] = 0
-            self.firsts[:, row] = self.ends[:, row] = self.frozen[:, row] = 0
+            for firsts, ends in zip(self.firsts_of, self.ends_of, strict=True):
+                firsts[row] = ends[row] = 0
+            self.frozen[:, row] = 0
             self.wrapped[row] = False
             self.most_tokens[row] = 0
         self.num_waiting -= sequence.leader is not None

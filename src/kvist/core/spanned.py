@@ -83,6 +83,16 @@ class SpannedGroup:
         references[at] = counts
         self.num_evictable += len(counts) - int(np.count_nonzero(counts))
 
+    def retain_unheld(self, blocks: NDArray[np.int32]) -> None:
+        """Hold blocks of the tree that nobody has."""
+        self.references[blocks.astype(np.intp)] = 1
+        self.num_evictable -= len(blocks)
+
+    def relinquish_all(self, blocks: NDArray[np.int32]) -> None:
+        """End the only hold of blocks of the tree."""
+        self.references[blocks.astype(np.intp)] = 0
+        self.num_evictable += len(blocks)
+
     def relinquish_each(self, blocks: NDArray[np.int32]) -> None:
         """End holds of blocks of the tree, which may be named more than once."""
         distinct, counts = np.unique(blocks, return_counts=True)

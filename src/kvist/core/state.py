@@ -68,6 +68,8 @@ class CacheState:
         self.rings = [group for group in self.spanned if group.span.ring is not None]
         self.sliding = [group for group in self.spanned if group.span.slides]
         self.recurrent = next((group for group in self.spanned if group.span.kind == "state"), None)
+        growing = [*([0] if self.has_full else []), *(self.pool_of[group.index] for group in self.sliding)]
+        self._num_growing = [growing.count(pool) for pool in range(len(self.pools))]
         self.cross = next((index for index, span in enumerate(self.spans) if span.kind == "cross"), None)
         # Unused positions after the sinks would shift tokens against blocks, so nothing could be matched.
         self.reuses = config.reuse and not any(rings.geometry(group).num_bubble_tokens for group in self.rings)
@@ -188,14 +190,7 @@ class CacheState:
 
     def column_needs(self, num_columns: int) -> list[int]:
         """Count the blocks by pool that so many new columns take, in all groups whose tables grow without bound."""
-        if self.is_plain:
-            return [num_columns]
-        needs = [0] * len(self.pools)
-        if self.has_full:
-            needs[0] = num_columns
-        for group in self.sliding:
-            needs[self.pool_of[group.index]] += num_columns
-        return needs
+        return [num_columns * num_growing for num_growing in self._num_growing]
 
     def needs_between(self, start: int, end: int) -> list[int]:
         """Count the blocks by pool that new columns start .. end-1 of a table take, in all groups whose tables grow."""
@@ -577,8 +572,11 @@ class CacheState:
             blocks: Blocks = self.rows.block_table[:, sequence.row, start:stop]
             sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
         else:
-            blocks = holdings.as_tree_blocks(self, sequence, start, stop)
             has_holes = holdings.has_holes(self, sequence, start)
+            if has_holes or self.rings:
+                blocks = holdings.as_tree_blocks(self, sequence, start, stop)
+            else:
+                blocks = self.rows.block_table[:, sequence.row, start:stop].copy()
             apart = start == sequence.prompt_boundary
             sequence._extent, existing = self.tree.insert(
                 sequence._extent, tokens, blocks, keep, apart=apart, has_holes=has_holes

@@ -170,7 +170,12 @@ class PrefixTree:
 
     def reach(self, extent: Extent, num_blocks: int) -> int:
         """Return the longest prefix of at most that many blocks, on the path to an extent, that all groups reach."""
-        if not extent.has_holes and extent.start + self._widest <= num_blocks:
+        node: Extent | None = extent
+        while node is not None and not node.has_holes:
+            if node.start + self._widest <= num_blocks:
+                return num_blocks
+            node = node.parent
+        if node is None:
             return num_blocks
         reached, last = num_blocks, -1
         while reached != last:
