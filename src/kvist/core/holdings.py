@@ -1,4 +1,16 @@
-"""What rows hold in the groups that need a part of the past: taking, sharing, letting slide and giving back."""
+"""What rows hold in the groups that need a part of the past: taking, sharing, letting slide and giving back.
+
+One row of a sliding group with a sink block, and of a ring that has wrapped (the first of a ring's columns behind the
+sinks that is still shared is `first`, the number of leading columns that the tree had when it wrapped is `frozen`):
+
+    column     0      1    2    3      4    5      6    7
+    sliding    sink   hole hole first  ...  published   end
+               tree's           tree's      own
+    ring       sink   own  own  first  ...  frozen      end
+               tree's           tree's      own
+
+The tree's blocks are shared: the row has a reference to each. Its own are nobody else's.
+"""
 
 from __future__ import annotations
 
