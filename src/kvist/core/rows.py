@@ -92,8 +92,8 @@ class SequenceRows:
 
     `firsts` and `ends`, `[num_groups, max_sequences]`, say which columns of the table a row has in each group: from the
     first to the end, and the sinks. Other entries of the table are 0. A ring has all up to its end; once `wrapped`, of
-    its first `frozen` columns those from the sinks to the first are the row's own (see `holdings`), and tokens up to `most_tokens` may
-    have been written. `bubble` positions after the sinks of a ring are not used.
+    its first `frozen` columns those from the sinks to the first are the row's own (see `holdings`), and tokens up to
+    `most_tokens` may have been written. `bubble` positions after the sinks of a ring are not used.
     """
 
     def __init__(
