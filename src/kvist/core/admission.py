@@ -12,7 +12,7 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
 
-__all__ = ["admit", "check_prompt", "extent_of", "match_prompt", "most_needs", "prompt_needs"]
+__all__ = ["admit", "check_prompt", "count_prompt", "extent_of", "match_prompt", "most_needs", "prompt_needs"]
 
 
 def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int, num_encoder_tokens: int) -> None:
@@ -133,7 +133,6 @@ def admit(
     if resumed is None:
         sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss
         sequence.num_cached_tokens, sequence.reuses = num_cached, reuses
-        state.counters.admit(num_tokens, num_cached, miss)
     if num_reused:
         _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
@@ -145,16 +144,17 @@ def admit(
     _note_cached(state, sequence, match, sources, num_reused)
     if num_beams > 1:
         branches.add_beams(state, sequence, bytes(prompt), num_beams)
-    if resumed is None:
-        _count_blocks(state, sequence, num_reused, num_blocks, num_beams)
     return sequence
 
 
-def _count_blocks(state: CacheState, sequence: Sequence, num_reused: int, num_blocks: int, num_beams: int) -> None:
-    """Count the blocks of each group that a prompt reused, and those that it was given."""
+def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
+    """Count a prompt that has just been admitted, and the blocks of each group that it reused or was given."""
+    num_tokens, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
+    state.counters.admit(num_tokens, num_cached, sequence.miss)
+    num_blocks, num_reused = state.rows.columns_for(num_tokens), num_cached // state.block_size
     num_new = num_blocks - num_reused
     if num_beams > 1:
-        num_new += (num_beams - 1) * (num_blocks - sequence.num_prompt_tokens // state.block_size)
+        num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)
     if state.is_plain:
         state.counters.groups[0].admit(num_reused, num_new)
         return

@@ -121,11 +121,11 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
         _check_chunk(state, batch.rows, counts)
     rows.num_computed[select] = counts
     state.note_rows_committed()
+    if state.recurrent is not None:
+        recurrent.checkpoint(state, batch.rows)
     if rows.num_waiting:
         for row in batch.rows.tolist():
             branches.start_beams(state, rows.sequence_at(row))
-    if state.recurrent is not None:
-        recurrent.checkpoint(state, batch.rows)
     if state.max_chunk_tokens and state.sliding:
         holdings.prepare_chunks(state, batch.rows)
 
@@ -143,9 +143,11 @@ def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes:
     for group, span in enumerate(state.spans):
         if span.kind in ("state", "cross"):
             continue
-        bubble = span.ring.num_bubble_tokens if span.ring is not None and base >= span.ring.sink_tokens else 0
         table = rows.block_table[group, row]
-        for to_block, from_block, to_offset, from_offset, n in _runs(base + bubble, nodes, state.block_size):
+        sources, destinations = base + nodes, base + np.arange(len(nodes))
+        if span.ring is not None:
+            sources, destinations = span.ring.positions(sources), span.ring.positions(destinations)
+        for to_block, from_block, to_offset, from_offset, n in _runs(sources, destinations, state.block_size):
             source, destination = table.item(from_block), table.item(to_block)
             state.moves.append(
                 Move(source, destination, n, group, source_offset=from_offset, destination_offset=to_offset)
@@ -154,20 +156,20 @@ def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes:
     state.note_committed(row)
 
 
-def _runs(base: int, nodes: NDArray[np.int64], block_size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the moves of accepted nodes: (to block, from block, to offset, from offset, number of tokens)."""
+def _runs(
+    sources: NDArray[np.int64], destinations: NDArray[np.int64], block_size: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the moves of tokens between positions: (to block, from block, to offset, from offset, number of tokens)."""
     at = 0
-    while at < len(nodes):
-        node = int(nodes[at])
-        (to_block, to_offset), (from_block, from_offset) = (
-            divmod(base + at, block_size),
-            divmod(base + node, block_size),
-        )
+    while at < len(sources):
+        source, destination = int(sources[at]), int(destinations[at])
+        to_block, to_offset = divmod(destination, block_size)
+        from_block, from_offset = divmod(source, block_size)
         n = 1
-        longest = block_size - max(to_offset, from_offset)
-        while n < longest and at + n < len(nodes) and nodes[at + n] == node + n:
+        longest = min(block_size - max(to_offset, from_offset), len(sources) - at)
+        while n < longest and sources[at + n] == source + n and destinations[at + n] == destination + n:
             n += 1
-        if node != at:
+        if source != destination:
             yield to_block, from_block, to_offset, from_offset, n
         at += n
 
@@ -185,10 +187,10 @@ def commit_one(state: CacheState, sequence: Sequence) -> None:
     state.note_committed(row)
     if state.is_plain and not rows.num_waiting:
         return
-    if rows.num_waiting:
-        branches.start_beams(state, sequence)
     if state.recurrent is not None:
         recurrent.checkpoint(state, np.array([row]))
+    if rows.num_waiting:
+        branches.start_beams(state, sequence)
     if state.max_chunk_tokens and state.sliding:
         holdings.prepare_chunks(state, np.array([row]))
 

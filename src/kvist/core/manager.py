@@ -128,7 +128,9 @@ class CacheCore:
             num_encoder_tokens=num_encoder_tokens,
             reuses=bool(reuse) and not num_encoder_tokens,
         )
-        self._perform_moves([sequence])
+        if state.moves:
+            self._perform_moves([sequence])
+        admission.count_prompt(state, sequence, num_beams)
         return sequence
 
     # -- growth -------------------------------------------------------------------------------------------------------
