@@ -13,43 +13,43 @@ MIN_SWEPT = 1024
 
 
 class Expiries:
-    """Extents with a priority for a time, by the moment when that ends; one that is used again waits anew."""
+    """Extents with a priority for a time, by the moment when that ends; one that is used again waits anew.
 
-    __slots__ = ("_entries", "_max_entries", "_num_awaited")
+    `entries` are not empty while some wait, or have waited until they were used again.
+    """
+
+    __slots__ = ("_max_entries", "_num_awaited", "entries")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, int, Extent]] = []
+        self.entries: list[tuple[float, int, int, Extent]] = []
         self._max_entries = MIN_SWEPT
         self._num_awaited = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def copy_from(self, other: Expiries, twins: Twins) -> None:
         """Await for the copies of extents what others await for the originals."""
         self._num_awaited = other._num_awaited
-        self._entries = [(*entry[:3], twins[id(entry[3])]) for entry in other._entries if id(entry[3]) in twins]
+        self.entries = [(*entry[:3], twins[id(entry[3])]) for entry in other.entries if id(entry[3]) in twins]
 
     def wait(self, extent: Extent, now_s: float) -> None:
         """Note when the priority of an extent that nobody uses any more ends, if it does."""
         priority, duration_s = extent.keep
         if duration_s is not None and priority != DEFAULT_PRIORITY:
             self._num_awaited += 1
-            if len(self._entries) > self._max_entries:
+            if len(self.entries) > self._max_entries:
                 self._sweep()
-            heappush(self._entries, (now_s + duration_s, self._num_awaited, extent.last_use, extent))
+            heappush(self.entries, (now_s + duration_s, self._num_awaited, extent.last_use, extent))
 
     def _sweep(self) -> None:
         """Drop the entries that were overtaken by a later use, so that they do not pile up."""
-        self._entries = [entry for entry in self._entries if _is_due(entry[3], entry[2])]
-        heapify(self._entries)
-        self._max_entries = 2 * len(self._entries) + MIN_SWEPT
+        self.entries = [entry for entry in self.entries if _is_due(entry[3], entry[2])]
+        heapify(self.entries)
+        self._max_entries = 2 * len(self.entries) + MIN_SWEPT
 
     def take_due(self, now_s: float) -> list[Extent]:
         """Return the extents whose time is over, in order; they wait no more."""
         due = []
-        while self._entries and self._entries[0][0] <= now_s:
-            _, _, last_use, extent = heappop(self._entries)
+        while self.entries and self.entries[0][0] <= now_s:
+            _, _, last_use, extent = heappop(self.entries)
             if _is_due(extent, last_use):
                 due.append(extent)
         return due

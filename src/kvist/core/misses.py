@@ -36,7 +36,8 @@ def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace,
     if position + num_partial * TOKEN_BYTES >= limit:
         return ""
     if match is None or match.child is None:
-        if loss_after(state, prompt, namespace, match) is not None:
+        may_be_lost = match is None or match.extent.parent is None or match.extent.lost
+        if may_be_lost and loss_after(state, prompt, namespace, match) is not None:
             return EVICTED
         if state.rows.num_running and _is_uncommitted(state, prompt, namespace, match):
             return UNCOMMITTED

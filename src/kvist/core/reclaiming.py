@@ -71,7 +71,7 @@ def _evict_tails(tree: PrefixTree, pool: BlockPool, groups: list[SpannedGroup], 
 
 def evict_positions(tree: PrefixTree, num_blocks: int) -> int:
     """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
-    if len(tree.expiries):
+    if tree.expiries.entries:
         tree.expire_priorities()
     tree.reason = ASKED_FOR
     before = sum(tree.num_evicted.values())

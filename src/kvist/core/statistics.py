@@ -156,8 +156,6 @@ class Counters:
 
     __slots__ = (
         "_recent",
-        "_recent_hits",
-        "_recent_tokens",
         "groups",
         "misses",
         "num_admitted",
@@ -174,8 +172,7 @@ class Counters:
         self.misses: dict[str, int] = {}
         self.num_admitted = self.num_query_tokens = self.num_hit_tokens = self.num_shared_blocks = 0
         self.num_suspended = self.num_resumed = self.num_recomputed_tokens = 0
-        self._recent: deque[tuple[int, int]] = deque()
-        self._recent_tokens = self._recent_hits = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PROMPTS)
 
     def admit(self, num_tokens: int, num_cached_tokens: int, miss: str) -> None:
         """Count a prompt that was admitted."""
@@ -185,17 +182,12 @@ class Counters:
         if miss:
             self.misses[miss] = self.misses.get(miss, 0) + num_tokens - 1 - num_cached_tokens
         self._recent.append((num_tokens, num_cached_tokens))
-        self._recent_tokens += num_tokens
-        self._recent_hits += num_cached_tokens
-        if len(self._recent) > RECENT_PROMPTS:
-            tokens, hits = self._recent.popleft()
-            self._recent_tokens -= tokens
-            self._recent_hits -= hits
 
     @property
     def recent_token_hit_rate(self) -> float:
         """Share of the tokens of the last prompts that were reused, 0 to 1."""
-        return self._recent_hits / self._recent_tokens if self._recent_tokens else 0.0
+        tokens = sum(num_tokens for num_tokens, _ in self._recent)
+        return sum(num_cached for _, num_cached in self._recent) / tokens if tokens else 0.0
 
     def frozen_misses(self) -> Mapping[str, int]:
         """Copy the missed tokens by reason."""

@@ -394,7 +394,7 @@ class PrefixTree:
 
         Groups that draw from the pool first lose what matters least; then whole positions go, in all groups.
         """
-        if len(self.expiries):
+        if self.expiries.entries:
             self.expire_priorities()
         if self.spanned:
             reclaiming.evict_in_groups(self, pool, pool.num_free + num_blocks)
