@@ -1,4 +1,4 @@
-"""What does a policy cost that takes more than the last use into account?
+"""What does each policy cost beside the default?
 
 W2, 4,096 tokens of which 2,048 are cached, into a full pool. Reference: the default policy, `priority`.
 """
@@ -13,7 +13,7 @@ from subjects import kvist_manager, serve, steady
 from workloads import SharedPrefixes
 
 DEFAULT = "priority"
-POLICIES = ("slru", "s3fifo", "cost")
+POLICIES = ("fifo", "lru", "lfu", "slru", "s3fifo", "cost")
 NUM_BLOCKS = 8_192
 
 

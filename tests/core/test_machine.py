@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.small import cached, computed, ids, small
 
 from kvist import CacheConfig, KVCacheManager, Retention, testing
-from kvist.core import sequences
+from kvist.core import rows
 from kvist.testing import CacheMachine, cache_configs, cache_machine
 from kvist.testing.configs import ALL_POLICIES
 
@@ -33,7 +33,7 @@ def test_nothing_goes_wrong_whatever_is_done():
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_nothing_goes_wrong_in_tails_that_overflow(block_size, monkeypatch):
-    monkeypatch.setattr(sequences, "MIN_TAIL_TOKENS", 1)
+    monkeypatch.setattr(rows, "MIN_TAIL_TOKENS", 1)
     run_state_machine_as_test(cache_machine(cache_configs(block_sizes=[block_size])), settings=FEW)
 
 
@@ -94,7 +94,7 @@ def test_a_machine_has_the_configurations_it_was_made_for():
     for config in seen:
         assert isinstance(config, CacheConfig)
         assert (config.policy, config.block_size) == ("fifo", 8)
-        assert 3 <= config.num_blocks <= 4
+        assert all(3 <= num_blocks <= 4 for num_blocks in config.num_blocks)
 
 
 def test_every_rule_is_reached_and_so_is_every_outcome_that_matters():

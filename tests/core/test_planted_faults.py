@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvist import KVCacheManager, OutOfBlocks
-from kvist.core import admission, branches, rewinding
+from kvist.core import admission, branches, holdings, recurrent, rewinding, rings
+from kvist.core.groups import Span
 from kvist.core.pool import BlockPool
 from kvist.core.state import CacheState
 from kvist.core.tree import PrefixTree
@@ -56,15 +57,16 @@ def a_reference_is_lost_on_split(monkeypatch):
 
 @fault
 def a_referenced_extent_is_evicted(monkeypatch):
-    def evict(original, tree, num_blocks):
+    def evict(original, tree, pool, num_blocks):
         held = [
             extent for extent in tree.extents() if extent.references and not extent.children and extent.num_blocks > 1
         ]
+        num_free = pool.num_free + num_blocks
         for extent in held[:1]:
             tree.num_evictable += 1
             tree.shrink(extent, extent.num_blocks - 1)
-            num_blocks -= 1
-        original(tree, num_blocks)
+        if num_free > pool.num_free:
+            original(tree, pool, num_free - pool.num_free)
 
     wrap(monkeypatch, PrefixTree, "evict", evict)
 
@@ -110,13 +112,13 @@ def reordering_does_not_hold_what_it_goes_on_from(monkeypatch):
 
 @fault
 def free_keeps_a_block(monkeypatch):
-    def end(original, state, sequence):
+    def end(original, state, sequence, **options):
         row = sequence.row
         have = state.rows.num_blocks.item(row)
         if have > state.rows.num_published[row] + 1:
             state.rows.num_blocks[row] = have - 1
             state.rows.block_table[:, row, have - 1] = 0
-        original(state, sequence)
+        original(state, sequence, **options)
 
     wrap(monkeypatch, CacheState, "end", end)
 
@@ -151,14 +153,15 @@ def rewinding_goes_on_in_a_published_block(monkeypatch):
 
 @fault
 def a_call_that_is_refused_has_evicted(monkeypatch):
-    def require_blocks(original, state, needed, match=None):
+    def require(original, state, needs, match=None):
         try:
-            original(state, needed, match)
+            original(state, needs, match)
         except OutOfBlocks:
-            state.tree.evict(state.tree.num_evictable)
+            for pool in state.pools:
+                state.tree.evict(pool, state.tree.evictable_in(pool))
             raise
 
-    wrap(monkeypatch, CacheState, "require_blocks", require_blocks)
+    wrap(monkeypatch, CacheState, "require", require)
 
 
 # -- contents ---------------------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def a_call_that_is_refused_has_evicted(monkeypatch):
 
 @fault
 def an_uncommitted_block_is_hit(monkeypatch):
-    def match_prompt(original, state, prompt, namespace):
+    def match_prompt(original, state, prompt, namespace, limit=None):
         rows = state.rows
         for sequence in rows.running():
             if sequence.leader is None and sequence.publishes:
@@ -174,15 +177,15 @@ def an_uncommitted_block_is_hit(monkeypatch):
                 rows.num_computed[sequence.row] = rows.num_tokens[sequence.row]
                 state.publish(sequence)
                 rows.num_computed[sequence.row] = computed
-        return original(state, prompt, namespace)
+        return original(state, prompt, namespace, limit)
 
     wrap(monkeypatch, admission, "match_prompt", match_prompt)
 
 
 @fault
 def a_partial_copy_is_of_one_token_too_many(monkeypatch):
-    def order_move(original, state, source, destination, num_tokens):
-        original(state, source, destination, min(num_tokens + 1, state.block_size))
+    def order_move(original, state, source, destination, num_tokens, group=0):
+        original(state, source, destination, min(num_tokens + 1, state.block_size), group)
 
     wrap(monkeypatch, CacheState, "order_move", order_move)
 
@@ -217,7 +220,7 @@ def a_partly_filled_block_is_published_whole(monkeypatch):
             rows.num_computed[row] += 1
         original(state, sequence)
 
-    wrap(monkeypatch, CacheState, "publish_last", publish_last)
+    wrap(monkeypatch, CacheState, "_publish_last", publish_last)
 
 
 @fault
@@ -231,6 +234,43 @@ def what_was_cached_is_forgotten(monkeypatch):
         return original(tree, extent, tokens, min(limit, 2 * tree.block_bytes), partial=partial)
 
     wrap(monkeypatch, PrefixTree, "find", find)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@fault
+def what_has_slid_is_taken_for_what_is_left(monkeypatch):
+    def first_blocks(original, span, num_computed):
+        return original(span, num_computed) + 1
+
+    wrap(monkeypatch, Span, "first_blocks", first_blocks)
+
+
+@fault
+def a_hit_ends_where_a_window_lacks_a_block(monkeypatch):
+    wrap(monkeypatch, PrefixTree, "fit", lambda original, tree, match: match)
+
+
+@fault
+def blocks_in_span_are_not_held(monkeypatch):
+    wrap(monkeypatch, holdings, "hold_reused", lambda original, state, sequence: None)
+
+
+@fault
+def a_state_is_kept_that_went_on_meanwhile(monkeypatch):
+    def checkpoint(original, state, rows):
+        original(state, rows)
+        for row in rows.tolist():
+            sequence = state.rows.sequence_at(row)
+            sequence._checkpoints = [(column + 1, block) for column, block in sequence._checkpoints]
+
+    wrap(monkeypatch, recurrent, "checkpoint", checkpoint)
+
+
+@fault
+def a_ring_overwrites_what_others_have(monkeypatch):
+    wrap(monkeypatch, rings, "_make_private", lambda original, *arguments, **options: None)
 
 
 # -- the machine fails ------------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvist.config import CacheConfig
+from kvist.testing.admission_rules import AdmissionRules
 from kvist.testing.configs import cache_configs
 from kvist.testing.prefix_rules import PrefixRules
-from kvist.testing.sequence_rules import SequenceRules
 
 __all__ = ["CacheMachine", "cache_configs", "cache_machine"]
 
 
-class CacheMachine(SequenceRules, PrefixRules):
+class CacheMachine(AdmissionRules, PrefixRules):
     """Does everything that the public API allows, and much that it does not, at random in caches that are too small.
 
     After every step `check()` must pass, every sequence must read its own contents from a `TokenMemory`, and a plain

@@ -65,7 +65,7 @@ def _foreign(stage: Stage, pick: int) -> Call:
 
 
 def _released(stage: Stage, pick: int) -> Call:
-    pin = stage.manager.pin(stage.manager.match_prefix([1, 2]))
+    pin = stage.manager.pin(stage.manager.match_prefix([1]))
     pin.release()
     return pin.release
 

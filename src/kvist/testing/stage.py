@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -14,11 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from kvist.config import CacheConfig
 from kvist.core.extents import Namespace
 from kvist.core.matching import Pin, PrefixMatch
+from kvist.core.moves import Move
 from kvist.core.sequences import Sequence, Sequences
-from kvist.errors import KvistError, OutOfBlocks, OutOfRows
+from kvist.core.state import PinHold
+from kvist.errors import KvistError, OutOfBlocks, OutOfRows, TransferError
 from kvist.manager import KVCacheManager
+from kvist.testing.bills import Bill, Counts
 from kvist.testing.configs import Draft, cache_configs
-from kvist.testing.model import Reusable, Shadow, blocks_for
+from kvist.testing.model import Reusable, Shadow
+from kvist.testing.prompts import Prompt
 from kvist.testing.token_memory import TokenMemory
 
 __all__ = ["BEFORE_EACH_WRITE", "NAMESPACES", "Stage", "named", "require"]
@@ -27,6 +30,18 @@ Result = TypeVar("Result")
 
 NAMESPACES: tuple[Namespace, ...] = ((), ("tenant", 1))
 BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE = "by the manager", "after each call", "before each write"
+
+
+class FailingMemory(TokenMemory):
+    """An oracle that fails to make copies the next time, once it is told to."""
+
+    is_broken = False
+
+    def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
+        """Make copies, or fail."""
+        if self.is_broken:
+            raise OSError("the memory is broken")
+        super().perform(moves, late=late)
 
 
 class Stage(RuleBasedStateMachine):
@@ -42,11 +57,13 @@ class Stage(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: list[Shadow] = []
+        self.asleep: list[Shadow] = []
         self.ended: list[Sequence] = []
-        self.prompts: list[list[int]] = [[]]
+        self.prompts: list[Prompt] = [Prompt()]
         self.pins: list[Pin] = []
-        self.matches: list[PrefixMatch] = []
-        self.num_calls = self.num_evicted = self.num_asked = self.num_hit = 0
+        self.matches: list[tuple[PrefixMatch, Prompt]] = []
+        self.has_failed = self.breaks_next = False
+        self.num_calls = self.num_evicted = self.num_asked = self.num_hit = self.num_encoders = 0
         self.now_s = 0.0
         self._outer_error = sys.exc_info()[1]
 
@@ -56,10 +73,12 @@ class Stage(RuleBasedStateMachine):
         self.config = data.draw(self.configs, label="config")
         self.delivery = data.draw(st.sampled_from(self.deliveries), label="copies are made")
         self.block_size = self.config.block_size
-        self.memory = TokenMemory(self.config)
+        self.bill = Bill(self.config)
+        self.is_plain = [group.kind for group in self.config.groups] == ["full"]
+        self.memory = FailingMemory(self.config)
         memory = self.memory if self.delivery == BY_THE_MANAGER else None
         self.manager = self.memory.attach(KVCacheManager(self.config, memory, clock=lambda: self.now_s))
-        self.reusable = Reusable(self.memory.prefixes, self.block_size, partial=self.config.partial_reuse)
+        self.reusable = Reusable(self.memory.prefixes, self.config, self.bill.max_ring_tokens)
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 
@@ -73,12 +92,14 @@ class Stage(RuleBasedStateMachine):
         """Compare lengths, tokens and capacities with the model's."""
         for shadow in self.live:
             sequence = shadow.sequence
-            counts = (sequence.num_tokens, sequence.num_computed_tokens, sequence.num_blocks)
-            expected = (len(shadow.tokens), shadow.num_computed, shadow.num_blocks)
+            counts = (sequence.num_tokens, sequence.num_computed_tokens, sequence.num_columns)
+            expected = (shadow.num_tokens, shadow.num_computed, shadow.num_blocks)
             require(counts == expected, f"{sequence!r}: tokens, computed, blocks should be {expected}")
-            ids = sequence.tokens.tolist()
-            require(ids == shadow.tokens, f"{sequence!r}: has tokens {ids}, should have {shadow.tokens}")
-            capacity = min(shadow.num_blocks * self.block_size, self.config.max_sequence_length)
+            ids = tuple(sequence.tokens.tolist())
+            require(ids == shadow.prompt.tokens, f"{sequence!r}: has tokens {ids}, should have {shadow.prompt.tokens}")
+            capacity = min(
+                max(shadow.num_blocks * self.block_size - self.bill.bubble, 0), self.config.max_sequence_length
+            )
             require(sequence.capacity == capacity, f"{sequence!r}: capacity is {sequence.capacity}, not {capacity}")
             by_row = (int(self.manager.num_tokens[sequence.row]), int(self.manager.num_computed_tokens[sequence.row]))
             require(by_row == counts[:2], f"{sequence!r}: its row says {by_row}")
@@ -90,25 +111,30 @@ class Stage(RuleBasedStateMachine):
             return
         self.deliver()
         for shadow in self.live:
-            self.memory.verify(shadow.sequence)
+            self.memory.verify(shadow.sequence, tokens=shadow.symbols, encoder=shadow.encoder)
 
-    def require_no_room(self, error: Any, needed: int, *, exactly: bool = False) -> None:
+    def require_no_room(self, error: Any, needed: Counts, *, exactly: bool = False) -> None:
         """Prove that a refusal for want of blocks is true."""
         wanted = isinstance(error, OutOfBlocks) and not isinstance(error, OutOfRows)
         require(wanted, f"expected success or OutOfBlocks, got {error!r}")
-        available = self.manager.num_blocks - len(self.held_blocks())
-        require(needed > available, f"{error!r}: {available} blocks are free or evictable, {needed} are needed")
+        available = self.available()
+        require(bool((needed > available).any()), f"{error!r}: {available} blocks can be had, {needed} are needed")
         require(error.needed > error.free + error.evictable, f"{error!r} contradicts itself: {vars(error)}")
-        require(not exactly or error.needed == needed, f"{error!r}: {needed} are needed")
+        expected = needed[self.config.pool_of[error.group]]
+        require(not exactly or error.needed == expected, f"{error!r}: {expected} are needed")
 
     def mirror(self, shadow: Shadow) -> None:
-        """Look at a table as one who keeps a copy of it: ids seen before stay, unless the version grows."""
-        version, blocks = shadow.sequence.version, shadow.sequence.block_ids
-        common = min(len(blocks), len(shadow.seen_blocks))
-        same = np.array_equal(blocks[:common], shadow.seen_blocks[:common])
+        """Look at tables as one who keeps a copy of them: ids seen before stay, unless the version grows."""
+        version = shadow.sequence.version
         require(version >= shadow.seen_version, f"{shadow.sequence!r}: its version fell")
-        require(same or version > shadow.seen_version, f"{shadow.sequence!r}: its table changed, its version did not")
-        shadow.seen_version, shadow.seen_blocks = version, blocks
+        for group in range(len(self.config.groups)):
+            blocks, seen = shadow.sequence.group_blocks(group), shadow.seen_blocks.get(group)
+            if seen is not None and version == shadow.seen_version:
+                common = min(len(blocks), len(seen))
+                same = np.array_equal(blocks[:common], seen[:common])
+                require(same, f"{shadow.sequence!r}: its table {group} changed, its version did not")
+            shadow.seen_blocks[group] = blocks
+        shadow.seen_version = version
 
     def end(self) -> None:
         """End what runs, release what is pinned: all blocks must come back."""
@@ -127,12 +153,12 @@ class Stage(RuleBasedStateMachine):
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
-    def prompt(self, draft: Draft) -> list[int]:
+    def prompt(self, draft: Draft) -> Prompt:
         """Return the beginning of an earlier prompt, and a pattern after it: at least one token."""
-        which, less, pattern, size = draft
+        which, less, pattern, size, marks = draft
         base = self.prompts[-1 - which % len(self.prompts[-8:])]
-        kept = base[: len(base) - less % (len(base) + 1)]
-        return kept + list(islice(cycle(pattern), max(size % (2 * self.block_size + 2), 0 if kept else 1)))
+        kept = base.cut(len(base) - less % (len(base) + 1))
+        return kept.followed_by(pattern, max(size % (2 * self.block_size + 2), 0 if kept else 1), marks)
 
     def running(self) -> list[Shadow]:
         """List the sequences that may be appended to and committed."""
@@ -152,21 +178,87 @@ class Stage(RuleBasedStateMachine):
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def num_private(self, shadow: Shadow) -> int:
-        """Count the blocks with tokens that a fork could not share."""
-        committed = shadow.num_computed // self.block_size * self.block_size
-        return blocks_for(len(shadow.tokens) - committed, self.block_size)
+        """Count the columns with tokens that a fork could not share."""
+        return self.bill.num_columns(shadow.num_tokens) - shadow.num_computed // self.block_size
 
-    def held_blocks(self) -> set[int]:
-        """Collect the blocks that sequences and pins hold."""
-        held = {block for shadow in self.live for block in shadow.sequence.block_ids.tolist()}
-        for extent in self.manager._state.pins.values():
-            held.update(block for each in extent.path() for block in each.blocks[0].tolist())
+    def copies(self, shadow: Shadow, n: int) -> Counts:
+        """Count what n copies of a sequence take."""
+        return self.bill.copies(shadow.num_tokens, shadow.num_computed // self.block_size, n, wrapped=shadow.wrapped)
+
+    def can_be_copied(self, shadow: Shadow) -> bool:
+        """Say whether all of a sequence is committed but what is in the block being written."""
+        return self.num_private(shadow) <= self.bill.num_columns(1)
+
+    def held_blocks(self) -> list[set[int]]:
+        """Collect, by pool, the blocks that sequences and pins hold."""
+        held: list[set[int]] = [set() for _ in self.config.pool_num_blocks]
+        for shadow in self.live:
+            for group, pool in enumerate(self.config.pool_of):
+                held[pool].update(shadow.sequence.group_blocks(group).tolist())
+            for pool in self.state_pools():
+                held[pool].update(block for _, block in shadow.sequence._checkpoints)
+        for hold in self.manager._state.pins.values():
+            self.add_held_by_pin(held, hold)
+        for blocks in held:
+            blocks.discard(-1)
         return held
+
+    def add_held_by_pin(self, held: list[set[int]], hold: PinHold) -> None:
+        """Add the blocks of a pin to those that are held, by pool."""
+        spanned = iter(hold.blocks)
+        for group, pool in zip(self.config.groups, self.config.pool_of, strict=True):
+            if group.kind == "full":
+                held[pool].update(block for each in hold.extent.path() for block in each.blocks[0].tolist())
+            elif group.kind != "cross":
+                held[pool].update(next(spanned).tolist())
+
+    def available(self) -> Counts:
+        """Count, by pool, the blocks that surely are free or could be evicted."""
+        return np.array(
+            [size - len(held) for size, held in zip(self.config.pool_num_blocks, self.held_blocks(), strict=True)]
+        )
+
+    def num_free_rows(self) -> int:
+        """Count the rows that no sequence has."""
+        return self.config.max_sequences - len(self.live)
+
+    def state_pools(self) -> list[int]:
+        """List the pools that recurrent states take blocks from."""
+        return [
+            pool for group, pool in zip(self.config.groups, self.config.pool_of, strict=True) if group.kind == "state"
+        ]
+
+    def has_unused(self, bill: Counts) -> bool:
+        """Say whether so many blocks can be had without evicting anything."""
+        return all(needed <= pool.num_free for needed, pool in zip(bill, self.manager._state.pools, strict=True))
+
+    def surely(self, must: int, bill: Counts) -> int:
+        """Return how much must be found by a call that takes so many blocks: it may evict the very state it found."""
+        return must if self.has_unused(bill) or not self.has_kind("state") else 0
+
+    def has_room_for_states(self, n: int) -> bool:
+        """Say whether so many states could be kept without evicting anything."""
+        return all(self.manager._state.pools[pool].num_free >= n for pool in self.state_pools())
+
+    def has_kind(self, kind: str) -> bool:
+        """Say whether there is a group of a kind."""
+        return any(group.kind == kind for group in self.config.groups)
 
     def all_published(self) -> None:
         """Note that what follows looks at the whole cache, and so publishes all that is committed."""
         for shadow in self.live:
             self.reusable.publish(shadow)
+
+    def before_wrapping(self, shadow: Shadow, num_tokens: int) -> None:
+        """Note that a sequence is published before it overwrites a ring."""
+        if num_tokens > self.bill.max_ring_tokens and not shadow.wrapped:
+            self.reusable.publish(shadow)
+            self.reusable.leave(shadow, publish=False)
+
+    def wrapped(self, shadow: Shadow, num_tokens: int) -> None:
+        """Note that a sequence with room for so many tokens may have overwritten a ring: it is published no more."""
+        if num_tokens > self.bill.max_ring_tokens:
+            shadow.wrapped, shadow.publishes = True, False
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
@@ -174,29 +266,57 @@ class Stage(RuleBasedStateMachine):
         """Make a call that may be refused; every third time, prove that a refusal has changed nothing."""
         digest = self.digest() if self.num_calls % 3 == 0 else None
         try:
-            return call()
+            return self.called_with_failures(call)
+        except TransferError as error:
+            self.has_failed = True
+            return error
         except KvistError as error:
             require(digest is None or self.digest() == digest, f"{error!r} was raised, and something changed")
             return error
         finally:
             self.called()
 
+    def act(self, call: Callable[[], None]) -> None:
+        """Make a call that must succeed; the memory may fail, and then its copies are still to be made."""
+        try:
+            self.called_with_failures(call)
+        except TransferError:
+            self.has_failed = True
+        finally:
+            self.called()
+
+    def called_with_failures(self, call: Callable[[], Result]) -> Result:
+        """Make a call at which the memory fails, if it is to."""
+        self.memory.is_broken, self.breaks_next = self.breaks_next, False
+        try:
+            return call()
+        finally:
+            self.memory.is_broken = False
+
     def digest(self) -> str:
         """Return the manager's digest, which publishes all that is committed."""
         self.all_published()
         return self.manager.digest()
 
-    def allocate(self, call: Callable[[], Result]) -> Result | KvistError:
-        """Make a call that may need blocks, and so evict."""
+    def allocate(self, call: Callable[[], Result], bill: Counts) -> Result | KvistError:
+        """Make a call that may need so many blocks, and so evict, or give up what is out of span unpublished."""
+        if not self.has_unused(bill):
+            self.reusable.evicted()
         result = self.attempt(call)
         self.count_evictions()
         return result
 
     def count_evictions(self) -> None:
         """Note that blocks were evicted, if so."""
-        if self.manager._state.tree.num_evicted != self.num_evicted:
-            self.num_evicted = self.manager._state.tree.num_evicted
+        num_evicted = sum(self.manager._state.tree.num_evicted.values())
+        if num_evicted != self.num_evicted:
+            self.num_evicted = num_evicted
             self.reusable.evicted()
+
+    def write(self, shadow: Shadow, stop: int) -> None:
+        """Let a forward pass compute a sequence up to some token."""
+        start = shadow.num_computed
+        self.memory.write(shadow.sequence, start, stop, tokens=shadow.symbols, encoder=shadow.encoder)
 
     def called(self) -> None:
         """Count a call, and make the copies that it ordered."""
@@ -205,10 +325,12 @@ class Stage(RuleBasedStateMachine):
             self.deliver()
 
     def deliver(self) -> None:
-        """Make the copies that were ordered."""
+        """Make the copies that were ordered, also those at which the memory has failed."""
         moves = self.manager.take_moves()
-        require(not moves or self.delivery != BY_THE_MANAGER, f"{moves} were left, though there is a memory")
-        self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE)
+        left_over = bool(moves) and self.delivery == BY_THE_MANAGER and not self.has_failed
+        require(not left_over, f"{moves} were left, though there is a memory")
+        self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE or self.has_failed)
+        self.has_failed = False
 
 
 def named(chosen: list[Shadow], *, by_rows: bool) -> Sequences:
