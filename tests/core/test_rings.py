@@ -313,3 +313,15 @@ def test_rings_beside_full_attention_stay_bounded():
     full, rings = tables(manager, sequence)
     assert (len(full), len(rings)) == (12, 2)
     manager.check()
+
+
+def test_a_wrapped_prompt_may_be_taken_back_step_by_step_before_anything_is_computed():
+    manager = ring(1, block_size=4, num_blocks=3, max_beams=3)
+    sequence = manager.add_sequence([0] * 6)
+    for left in (4, 0):
+        manager.rewind(sequence, sequence.num_tokens - left)
+        manager.check()
+    manager.append([sequence], range(6))
+    manager.check()
+    manager.free(sequence)
+    assert manager.num_free_blocks == manager.num_blocks

@@ -1,16 +1,27 @@
-"""What proves a cache manager right, for users to prove theirs with: an oracle memory and a machine.
+"""What proves a cache manager right, for users to prove theirs with: an oracle memory, a machine, a suite for policies.
 
-`TokenMemory` needs NumPy only; `CacheMachine` and what makes one need Hypothesis (`pip install kvist[testing]`).
+`TokenMemory` and `PolicySuite` need NumPy only; `CacheMachine` and what makes one need Hypothesis
+(`pip install kvist[testing]`).
 """
 
 from typing import TYPE_CHECKING, Any
 
+from kvist.testing.policies import PolicySuite, num_hit_tokens
 from kvist.testing.token_memory import Prefixes, TokenMemory, WrongContents
 
 if TYPE_CHECKING:
     from kvist.testing.machine import CacheMachine, cache_configs, cache_machine
 
-__all__ = ["CacheMachine", "Prefixes", "TokenMemory", "WrongContents", "cache_configs", "cache_machine"]
+__all__ = [
+    "CacheMachine",
+    "PolicySuite",
+    "Prefixes",
+    "TokenMemory",
+    "WrongContents",
+    "cache_configs",
+    "cache_machine",
+    "num_hit_tokens",
+]
 
 
 def __getattr__(name: str) -> Any:

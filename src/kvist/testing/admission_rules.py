@@ -152,15 +152,6 @@ class AdmissionRules(GrowthRules, BranchRules):
             self.decode(1 << len(self.running()) - 1, draft[2], steps)
             self.free(len(self.live) - 1, publish=True)
 
-    def make_room(self, bill: Counts, num_rows: int) -> None:
-        """End the oldest sequences until so many blocks and rows are free."""
-
-        def has_room() -> bool:
-            return bool((self.available() >= bill).all()) and self.num_free_rows() >= num_rows
-
-        while self.live and not has_room():
-            self.free(0, publish=True)
-
     def beams(self, wanted: int) -> int:
         """Return how many beams a prompt gets: one where the configuration is for one only."""
         return wanted if self.config.max_beams > 1 or not self.has_kind("ring") else 1

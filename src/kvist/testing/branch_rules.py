@@ -211,3 +211,12 @@ class BranchRules(Stage):
         self.prompts.append(shadow.prompt)
         self.act(lambda: self.manager.free(shadow.sequence))
         self.ended_well(shadow)
+
+    def make_room(self, bill: Counts, num_rows: int) -> None:
+        """End the oldest sequences until so many blocks and rows are free."""
+
+        def has_room() -> bool:
+            return bool((self.available() >= bill).all()) and self.num_free_rows() >= num_rows
+
+        while self.live and not has_room():
+            self.free(0, publish=True)
