@@ -321,7 +321,7 @@ def test_a_wrapped_prompt_may_be_taken_back_step_by_step_before_anything_is_comp
     for left in (4, 0):
         manager.rewind(sequence, sequence.num_tokens - left)
         manager.check()
-    manager.append([sequence], range(6))
+    manager.append([sequence], [[1, 2, 3, 4, 5, 6]])
     manager.check()
     manager.free(sequence)
     assert manager.num_free_blocks == manager.num_blocks

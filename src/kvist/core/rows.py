@@ -461,7 +461,8 @@ class SequenceRows:
         have = self.blocks_of[row]
         for group, span in enumerate(self.spans):
             if span.kind not in ("state", "cross"):
-                self.block_table[group, row, num_blocks : max(have, self.ends_of[group][row])] = 0  # wrapped rings keep all
+                end = max(have, self.ends_of[group][row])  # a ring that has wrapped keeps all its columns
+                self.block_table[group, row, num_blocks:end] = 0
                 self.ends_of[group][row] = min(num_blocks, self.ends_of[group][row])
                 self.firsts_of[group][row] = min(self.firsts_of[group][row], num_blocks)
         self.blocks_of[row] = num_blocks
