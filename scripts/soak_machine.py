@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import kvist.core.rows
 from kvist.core.policies import POLICIES
 from kvist.testing import CacheMachine, cache_configs, cache_machine
-from kvist.testing.configs import ALL_POLICIES, BLOCK_SIZES
+from kvist.testing.configs import ALL_KINDS, ALL_POLICIES, BLOCK_SIZES
 
 EXAMPLES_PER_ROUND = 100
 """Rounds with seeds of their own say how far the run has come."""
@@ -26,7 +26,7 @@ EXAMPLES_PER_ROUND = 100
 
 def soak(machine: type[CacheMachine], examples: int, steps: int, seed: int, *, shrink: bool) -> None:
     """Run that many examples of that many steps; raises the first failure."""
-    phases = [Phase.generate, Phase.shrink, Phase.explain] if shrink else [Phase.generate]
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     options: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
     chosen = settings(
         max_examples=examples, stateful_step_count=steps, phases=phases, report_multiple_bugs=False, **options
@@ -43,6 +43,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, printed")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="default: all, and two that are no library's")
     parser.add_argument("--block-size", type=int, help="default: 1, 2, 4 and 16")
+    parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=ALL_KINDS, help="groups to mix; default: all")
     parser.add_argument(
         "--no-shrink", action="store_true", help="stop at the first failure, however long its example is"
     )
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     policies = [options.policy] if options.policy else ALL_POLICIES
-    configs = cache_configs(policies, [options.block_size] if options.block_size else BLOCK_SIZES)
+    block_sizes = [options.block_size] if options.block_size else BLOCK_SIZES
+    configs = cache_configs(policies, block_sizes, kinds=options.kinds)
     usual, began = kvist.core.rows.MIN_TAIL_TOKENS, time.perf_counter()
     print(f"seed {seed}: {options.examples} examples of {options.steps} steps", flush=True)
     for number, done in enumerate(range(0, options.examples, EXAMPLES_PER_ROUND)):

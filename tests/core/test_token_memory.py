@@ -1,8 +1,11 @@
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from tests.core.small import ids, small
 
-from kvist import KVCacheManager, Move
+from kvist import AttentionSpec, CacheConfig, KVCacheManager, Move
+from kvist.config import StateSpec
 from kvist.testing import Prefixes, TokenMemory, WrongContents
 
 
@@ -162,3 +165,197 @@ def test_late_copies_need_not_fit_what_has_changed_since():
     manager.rewind(second, 1)
     memory.perform(manager.take_moves(), late=True)
     memory.verify(second)
+
+
+# -- groups: tables made by hand --------------------------------------------------------------------------------------
+
+
+@dataclass
+class ByHand:
+    """A sequence with tables made by hand: one list of block ids for each group, -1 in holes."""
+
+    tables: list[list[int]]
+    tokens: np.ndarray
+    num_computed_tokens: int = 0
+    capacity: int = 16
+    num_encoder_tokens: int = 0
+    namespace: tuple = ()
+    leader: None = None
+
+    @classmethod
+    def of(cls, num_tokens, *tables, **settings):
+        return cls(list(tables), np.arange(10, 10 + num_tokens), **settings)
+
+    @property
+    def num_tokens(self):
+        return len(self.tokens)
+
+    def group_blocks(self, group):
+        return np.array(self.tables[group], np.int32)
+
+
+def memory_of(*layers, block_size=2, num_blocks=16, **settings):
+    return TokenMemory(CacheConfig(layers, block_size, num_blocks, max_sequence_length=64, **settings))
+
+
+FULL, WINDOW, SINKS = AttentionSpec(1, 1), AttentionSpec(1, 1, sliding_window=3), AttentionSpec(1, 1, "int8", 5, 3)
+CHUNKS, CROSS = AttentionSpec(1, 1, chunk_tokens=4), AttentionSpec(1, 1, cross=True)
+STATE = StateSpec([(8,)], "uint8")
+
+
+def commit(memory, sequence, num_tokens=None, **contents):
+    """Compute a sequence up to some of its tokens."""
+    stop = sequence.num_tokens if num_tokens is None else num_tokens
+    memory.write(sequence, sequence.num_computed_tokens, stop, **contents)
+    sequence.num_computed_tokens = stop
+
+
+def test_the_same_token_is_other_content_in_another_group():
+    memory = memory_of(FULL, WINDOW, shared_pool=True)
+    sequence = ByHand.of(4, [0, 1], [2, 3])
+    commit(memory, sequence)
+    memory.verify(sequence)
+    sequence.tables[1] = [0, 1]
+    with pytest.raises(WrongContents, match=r"slot 0 of block 1 of group 1 holds position 2 .* of group 0; needed is"):
+        memory.verify(sequence)
+
+
+def test_groups_that_share_no_pool_may_have_blocks_of_the_same_ids():
+    memory = memory_of(FULL, WINDOW)
+    commit(memory, sequence := ByHand.of(4, [0, 1], [0, 1]))
+    memory.verify(sequence)
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_tokens", "needed"),
+    [
+        (FULL, 9, range(9)),
+        (WINDOW, 9, [7, 8]),
+        (WINDOW, 2, [0, 1]),
+        (SINKS, 9, [0, 1, 2, 5, 6, 7, 8]),
+        (SINKS, 4, [0, 1, 2, 3]),
+        (CHUNKS, 9, [8]),
+        (CHUNKS, 7, [4, 5, 6]),
+        (CHUNKS, 8, []),
+    ],
+)
+def test_the_next_token_reads_what_is_in_span_and_nothing_else(layer, num_tokens, needed):
+    memory = memory_of(layer)
+    commit(memory, sequence := ByHand.of(num_tokens, [0, 1, 2, 3, 4]))
+    read = []
+    for position in range(num_tokens):
+        before = memory.slots.copy()
+        memory.slots[position // 2, position % 2] = 0
+        try:
+            memory.verify(sequence)
+        except WrongContents:
+            read.append(position)
+        memory.slots[:] = before
+    assert read == list(needed)
+
+
+def test_a_hole_in_span_shows_and_one_out_of_span_does_not():
+    memory = memory_of(SINKS)
+    commit(memory, sequence := ByHand.of(12, [0, 1, 2, 3, 4, 5]))
+    sequence.tables[0][2:4] = [-1, -1]
+    memory.verify(sequence)
+    sequence.tables[0][4] = -1
+    with pytest.raises(WrongContents, match="no block for position 8 holds nothing"):
+        memory.verify(sequence)
+
+
+def test_a_token_needs_a_block_to_be_written_to():
+    memory = memory_of(WINDOW)
+    with pytest.raises(WrongContents, match="position 4 has no block in group 0"):
+        memory.write(ByHand.of(6, [0, 1, -1]))
+
+
+def test_a_ring_holds_each_token_at_its_place():
+    memory = memory_of(SINKS, ring=True)
+    commit(memory, sequence := ByHand.of(5, [7, 8, 9]), 4)
+    commit(memory, sequence)
+    prefixes = memory.prefixes.along((), range(10, 18))
+    assert memory.slots[[7, 8, 9]].tolist() == [[*prefixes[:2]], [prefixes[2], 0], [*prefixes[3:5]]]
+    sequence.tokens = np.arange(10, 18)
+    commit(memory, sequence)
+    assert memory.slots[[7, 8, 9]].tolist() == [[*prefixes[:2]], [prefixes[2], 0], [prefixes[7], prefixes[6]]]
+    memory.verify(sequence)
+    memory.slots[9, 0] = prefixes[5]
+    with pytest.raises(WrongContents, match="slot 0 of block 9 holds position 5 of"):
+        memory.verify(sequence)
+
+
+def test_drafts_overwrite_in_a_ring_only_what_is_not_needed_again():
+    memory = memory_of(WINDOW, ring=True)
+    commit(memory, sequence := ByHand.of(5, [0, 1]))
+    memory.spoil(sequence)
+    memory.verify(sequence)
+    assert memory.slots[:2].tolist() == [[memory.prefixes.along((), range(10, 14))[3], memory.slots[0, 1]], [0, 0]]
+
+
+def test_a_state_is_that_after_the_last_computed_token():
+    memory = memory_of(FULL, STATE)
+    sequence = ByHand.of(5, [0, 1, 2], [4])
+    commit(memory, sequence, 3)
+    memory.verify(sequence)
+    commit(memory, sequence)
+    memory.spoil(sequence)
+    memory.verify(sequence)
+    sequence.num_computed_tokens = 4
+    with pytest.raises(WrongContents, match=r"block 4 of group 1 holds position 4 of .*needed is position 3 of"):
+        memory.verify(sequence)
+
+
+def test_a_state_is_copied_whole_and_then_goes_on_by_itself():
+    memory = memory_of(FULL, STATE)
+    commit(memory, sequence := ByHand.of(4, [0, 1], [4]))
+    memory.perform([Move(4, 6, 2, group=1)])
+    commit(memory, ByHand.of(6, [0, 1, 2], [4], num_computed_tokens=4))
+    memory.verify(ByHand([[0, 1], [6]], sequence.tokens, 4))
+    with pytest.raises(WrongContents, match="is of a part of a state"):
+        memory.perform([Move(4, 6, 1, group=1)])
+
+
+def test_a_sequence_of_which_nothing_is_computed_needs_no_state():
+    memory = memory_of(STATE)
+    memory.group_slots(0)[4] = 99
+    memory.verify(sequence := ByHand.of(3, [4]))
+    commit(memory, sequence)
+    memory.verify(sequence)
+
+
+def test_single_tokens_change_places():
+    memory = memory_of(FULL, block_size=4)
+    memory.slots[:2] = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    memory.perform(
+        [
+            Move(0, 0, 1, source_offset=3, destination_offset=1),
+            Move(1, 0, 1, source_offset=2, destination_offset=2),
+            Move(1, 0, 1, source_offset=3, destination_offset=3),
+        ]
+    )
+    assert memory.slots[:2].tolist() == [[1, 4, 7, 8], [5, 6, 7, 8]]
+    with pytest.raises(WrongContents, match="is no copy"):
+        memory.perform([Move(1, 0, 2, source_offset=3)])
+
+
+def test_an_encoders_tokens_are_those_of_what_it_was_given():
+    memory = memory_of(FULL, CROSS)
+    sequence = ByHand.of(2, [0], [3, 4], num_encoder_tokens=3)
+    with pytest.raises(WrongContents, match="slot 0 of block 3 of group 1 holds nothing"):
+        memory.write(sequence, encoder="a picture")
+    memory.encode(sequence, "a picture")
+    commit(memory, sequence, encoder="a picture")
+    memory.verify(sequence, encoder="a picture")
+    memory.verify(ByHand([[0], [3, 4]], sequence.tokens, 2, num_encoder_tokens=3), encoder="a picture")
+    for table in [0], [1]:
+        with pytest.raises(WrongContents):
+            memory.verify(ByHand([table, [3, 4]], sequence.tokens, 2, num_encoder_tokens=3), encoder="a sound")
+
+
+def test_a_token_may_be_more_than_its_id():
+    memory = memory_of(FULL)
+    commit(memory, sequence := ByHand.of(2, [0]), tokens=[10, (11, "cat", 0)])
+    memory.verify(sequence, tokens=[10, (11, "cat", 0)])
+    with pytest.raises(WrongContents, match=r"holds position 1 of \[10, \(11, 'cat', 0\)\]"):
+        memory.verify(sequence)

@@ -467,3 +467,18 @@ def test_a_waiting_beam_shows_no_block_that_its_leader_has_not_got():
     leader = manager.add_sequence([1, 2, 3, 4, 5, 6], num_beams=2)
     assert leader.group_blocks(0).tolist() == [1, 2]
     assert leader.beams[1].group_blocks(0).tolist() == [1, 2, -1, -1, -1, -1]
+
+
+def test_what_a_rewound_sequence_goes_on_from_does_not_slide_out_while_room_is_made():
+    """The step back needs a copy of a block that a beam shares; the pools are so short that windows slide first."""
+    layers = [sliding(1), sliding(3), FULL]
+    manager = grouped(layers, block_size=2, num_blocks=[4, 3, 3], max_sequences=2)
+    cached(manager, [0] * 6)
+    cached(manager, [0] * 5)
+    manager.pin(manager.match_prefix([0] * 5))
+    sequence = manager.add_sequence([0] * 6, num_beams=2)
+    manager.commit([sequence])
+    manager.rewind(sequence, 1)
+    assert sequence.num_computed_tokens == 5
+    assert tables(manager, sequence)[1][1] >= 0  # of position 3, which the next token sees in a window of three
+    manager.check()

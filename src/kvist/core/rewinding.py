@@ -9,7 +9,7 @@ from kvist.core.extents import Extent
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
-from kvist.errors import SequenceError
+from kvist.errors import OutOfBlocks, SequenceError
 
 __all__ = [
     "can_step_back",
@@ -83,8 +83,14 @@ def rewind_published(state: CacheState, sequence: Sequence, left: int) -> None:
     """Step back to the extent that ends where the sequence goes on, with a private copy of a block it stops inside."""
     rows, row = state.rows, sequence.row
     boundary, inside = divmod(left, state.block_size)
+    num_computed = rows.computed_of[row]
+    rows.computed_of[row] = min(num_computed, left)  # first, or what it goes on from slides out while room is made
     if inside and sequence._extent.references > 1 and rows.blocks_of[row] == rows.published_of[row]:
-        state.require_column(boundary)
+        try:
+            state.require_column(boundary)
+        except OutOfBlocks:
+            rows.computed_of[row] = num_computed
+            raise
     sources = rows.block_table[:, row, boundary].copy()
     kept_tokens = rows.packed_tokens(sequence)[(left - inside) * TOKEN_BYTES : left * TOKEN_BYTES]
     old, published = sequence._extent, rows.num_published.item(row)

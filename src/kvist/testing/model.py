@@ -104,14 +104,14 @@ class Reusable:
     blocks have been evicted, of a sequence with windows only that much is sure which its own next token needs.
     """
 
-    def __init__(self, prefixes: Prefixes, config: CacheConfig, max_ring_tokens: int) -> None:
+    def __init__(self, prefixes: Prefixes, config: CacheConfig, max_ring_tokens: int, *, has_bubble: bool) -> None:
         self.block_size = config.block_size
         self.groups = config.groups
         self.checkpoint_blocks = [
             max(group.checkpoint_tokens // config.block_size, 1) for group in self.groups if group.kind == "state"
         ]
         self.partial = config.partial_reuse and not self.checkpoint_blocks
-        self.max_ring_tokens = max_ring_tokens
+        self.max_ring_tokens, self.has_bubble = max_ring_tokens, has_bubble
         self._prefixes = prefixes
         self._may: dict[Namespace, set[int]] = {}
         self._must: dict[Namespace, set[int]] = {}
@@ -149,8 +149,9 @@ class Reusable:
 
     def can_step_back(self, shadow: Shadow, num_computed: int) -> bool:
         """Say whether a sequence has all that its next token needs if only so many of its tokens were computed."""
-        has_state = not self.checkpoint_blocks or num_computed == shadow.num_computed
-        return has_state and not shadow.wrapped and self._needs_no_more(shadow, num_computed)
+        if num_computed < shadow.num_computed and (self.checkpoint_blocks or self.has_bubble):
+            return False
+        return not shadow.wrapped and self._needs_no_more(shadow, num_computed)
 
     def evicted(self) -> None:
         """Note that blocks were evicted: nothing but what sequences hold must be found any more."""

@@ -78,7 +78,9 @@ class Stage(RuleBasedStateMachine):
         self.memory = FailingMemory(self.config)
         memory = self.memory if self.delivery == BY_THE_MANAGER else None
         self.manager = self.memory.attach(KVCacheManager(self.config, memory, clock=lambda: self.now_s))
-        self.reusable = Reusable(self.memory.prefixes, self.config, self.bill.max_ring_tokens)
+        self.reusable = Reusable(
+            self.memory.prefixes, self.config, self.bill.max_ring_tokens, has_bubble=self.bill.bubble > 0
+        )
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 
