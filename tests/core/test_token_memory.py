@@ -287,7 +287,7 @@ def test_a_ring_holds_each_token_at_its_place():
 
 def test_drafts_overwrite_in_a_ring_only_what_is_not_needed_again():
     memory = memory_of(WINDOW, ring=True)
-    commit(memory, sequence := ByHand.of(5, [0, 1]))
+    commit(memory, sequence := ByHand.of(7, [0, 1]), 5)
     memory.spoil(sequence)
     memory.verify(sequence)
     assert memory.slots[:2].tolist() == [[memory.prefixes.along((), range(10, 14))[3], memory.slots[0, 1]], [0, 0]]
@@ -359,3 +359,15 @@ def test_a_token_may_be_more_than_its_id():
     memory.verify(sequence, tokens=[10, (11, "cat", 0)])
     with pytest.raises(WrongContents, match=r"holds position 1 of \[10, \(11, 'cat', 0\)\]"):
         memory.verify(sequence)
+
+
+def test_a_tree_of_drafts_has_what_is_accepted_at_its_nodes():
+    manager, memory = watched(block_size=4)
+    sequence = written(manager, memory, [1, 2, 3])
+    manager.append([sequence], np.array([4]))
+    manager.reserve([sequence], 5)
+    memory.write_tree(sequence, [0, 2, 5], tokens=[1, 2, 3, 4, 5, 6])
+    accepted = memory.prefixes.along((), [1, 2, 3, 4, 5, 6])[3:]
+    assert memory.slots[ids(sequence)].ravel()[3:9].tolist() == [accepted[0], 0, accepted[1], 0, 0, accepted[2]]
+    manager.accept(sequence, [4, 5, 6], [0, 2, 5])
+    memory.verify(sequence)

@@ -125,7 +125,7 @@ class AdmissionRules(GrowthRules, BranchRules):
         if num_encoder_tokens:
             first.encoder = self.num_encoders = self.num_encoders + 1
             first.num_encoder_tokens = num_encoder_tokens
-            self.memory.encode(sequence, first.encoder)
+            self.encode(first)
         self.live.append(first)
         for beam in sequence.beams[1:]:
             waiting = Shadow.of(beam, first, num_blocks)

@@ -201,7 +201,7 @@ class BranchRules(Stage):
         shadow.roomy, shadow.seen_version = set(), -1
         shadow.num_reused, shadow.num_evictions = computed, self.reusable.num_evictions
         if shadow.num_encoder_tokens:
-            self.memory.encode(shadow.sequence, shadow.encoder)
+            self.encode(shadow)
 
     @precondition(lambda self: self.asleep)
     @rule(pick=numbers)

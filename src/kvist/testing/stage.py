@@ -320,6 +320,11 @@ class Stage(RuleBasedStateMachine):
         start = shadow.num_computed
         self.memory.write(shadow.sequence, start, stop, tokens=shadow.symbols, encoder=shadow.encoder)
 
+    def encode(self, shadow: Shadow) -> None:
+        """Let the encoder write a sequence's tokens, where copies that were ordered may still have to be made first."""
+        self.deliver()
+        self.memory.encode(shadow.sequence, shadow.encoder)
+
     def called(self) -> None:
         """Count a call, and make the copies that it ordered."""
         self.num_calls += 1
