@@ -325,3 +325,12 @@ def test_a_wrapped_prompt_may_be_taken_back_step_by_step_before_anything_is_comp
     manager.check()
     manager.free(sequence)
     assert manager.num_free_blocks == manager.num_blocks
+
+
+def test_a_fork_of_a_sequence_that_was_taken_back_whole_has_no_blocks():
+    manager = ring(18, 5, block_size=4, max_beams=3, reuse=False)
+    sequence = computed(manager, range(6))
+    manager.rewind(sequence, 6)
+    (fork,) = manager.fork(sequence)
+    assert (sequence.num_blocks, fork.num_blocks) == (0, 0)
+    manager.check()

@@ -122,7 +122,10 @@ def admit(
     if match is not None:
         num_reused = match.position // tree.block_bytes
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
-    needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
+    if state.is_plain and num_beams == 1:
+        needs = [num_blocks - num_reused]
+    else:
+        needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
     state.require(needs, match)
     sources = _sources(match) if match and match.source else None
     miss = "" if resumed else miss_of(state, prompt, namespace, match)
@@ -137,7 +140,8 @@ def admit(
         _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
     if state.is_plain:
-        state.make_room(needs)
+        if needs[0] > state.pools[0].num_free:
+            state.make_room(needs)
         rows.block_table[0, sequence.row, num_reused:num_blocks] = state.take(0, num_blocks - num_reused)
     else:
         _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
@@ -156,7 +160,9 @@ def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
     if num_beams > 1:
         num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)
     if state.is_plain:
-        state.counters.groups[0].admit(num_reused, num_new)
+        counters = state.counters.groups[0]
+        counters.num_reused += num_reused
+        counters.num_missed += num_new
         return
     row, rows, groups = sequence.row, state.rows, state.counters.groups
     if state.has_full:
@@ -182,8 +188,6 @@ def _fill_groups(
     """Give a row what it must have besides what it reuses, in every group."""
     row, rows = sequence.row, state.rows
     start, end = rows.published_of[row], rows.blocks_of[row]
-    if start:
-        holdings.hold_reused(state, sequence)
     checkpoint = _checkpoint(state, match)
     state.make_room(needs)
     state.fill(row, start, end, num_computed=num_cached)
@@ -228,7 +232,7 @@ def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> N
             table[0, row, node.start : end] = node.blocks[0]
         node, end = node.parent, node.start
     if state.linear:
-        holdings.show_shared(state, row, extent, num_reused, num_reused * state.block_size)
+        holdings.share(state, row, extent, num_reused)
 
 
 def _sources(match: Match) -> Blocks:

@@ -38,7 +38,6 @@ __all__ = [
     "has_holes",
     "held_blocks",
     "hold_past",
-    "hold_reused",
     "hold_shared",
     "merge",
     "own_columns",
@@ -47,7 +46,7 @@ __all__ = [
     "published_part",
     "release_past",
     "release_shared",
-    "show_shared",
+    "share",
     "slide",
 ]
 
@@ -143,23 +142,9 @@ def hold_shared(state: CacheState, row: int) -> None:
             group.retain(shared)
 
 
-def hold_reused(state: CacheState, sequence: Sequence) -> None:
-    """Hold the tree's blocks that a new row's table shows in span; the extents must be held already."""
-    for group in state.linear:
-        shared = _shared(state, group, sequence.row)
-        if not len(shared):
-            continue
-        if _is_only_holder(group, sequence, state.rows.firsts_of[group.index][sequence.row]):
-            group.retain_unheld(shared)
-        else:
-            group.retain(shared)
-
-
-def _is_only_holder(group: SpannedGroup, sequence: Sequence, first: int) -> bool:
-    """Say whether nobody else holds the extents of a sequence's path down to column `first`, and so what is in them."""
-    if group.span.num_sink_blocks:
-        first = 0
-    node = sequence._extent
+def _is_only_holder(extent: Extent, first: int) -> bool:
+    """Say whether an extent and those above it down to column `first` have one holder, and so what is in them."""
+    node = extent
     while node.references == 1:
         if node.start <= first:
             return True
@@ -170,15 +155,17 @@ def _is_only_holder(group: SpannedGroup, sequence: Sequence, first: int) -> bool
 
 def release_shared(state: CacheState, sequence: Sequence) -> None:
     """End a row's hold of the tree's blocks in span; the extents must still be held."""
+    row, extent = sequence.row, sequence._extent
     for group in state.linear:
-        shared = _shared(state, group, sequence.row)
+        shared = _shared(state, group, row)
         if len(shared):
-            first = state.rows.firsts_of[group.index][sequence.row]
-            if _is_only_holder(group, sequence, first):
+            first = state.rows.firsts_of[group.index][row]
+            if _is_only_holder(extent, 0 if group.span.num_sink_blocks else first):
                 group.relinquish_all(shared)
             else:
                 group.relinquish(shared)
-            group.offer(sequence._extent, first)
+            if not extent.spare & group.bit or extent.start > first:
+                group.offer(extent, first)
 
 
 # -- rows as they were ------------------------------------------------------------------------------------------------
@@ -238,27 +225,40 @@ def published_part(state: CacheState, past: RowState) -> RowState:
 # -- admission --------------------------------------------------------------------------------------------------------
 
 
-def show_shared(state: CacheState, row: int, extent: Extent, num_columns: int, num_computed: int) -> None:
-    """Write the tree's blocks that are in span after `num_computed` tokens into a new row's table."""
+def share(state: CacheState, row: int, extent: Extent, num_columns: int) -> None:
+    """Write the tree's blocks that are in span after so many columns into a new row's table, and hold them.
+
+    The extent must be held already.
+    """
     rows = state.rows
     for group in state.linear:
         index, num_sinks = group.index, group.span.num_sink_blocks
-        first = min(group.span.first_block(num_computed), num_columns)
+        first = min(group.span.first_block(num_columns * state.block_size), num_columns)
         table = rows.block_table[index, row]
         rows.firsts_of[index][row], rows.ends_of[index][row] = first, num_columns
-        if not num_sinks and extent.start <= first:
+        if num_sinks or extent.start > first:
+            _show(table, index, extent, first, num_sinks)
+        else:
             table[first:num_columns] = extent.blocks[index, first - extent.start :]
-            continue
-        node = extent
-        while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
-            start, end = node.start, node.start + node.blocks.shape[1]
-            low = max(first, start)
-            if low < end:
-                table[low:end] = node.blocks[index, low - start :]
-            if start < num_sinks:
-                stop = min(num_sinks, end)
-                table[start:stop] = node.blocks[index, : stop - start]
-            node = node.parent
+        shared = _without_holes(table, 0, num_columns, first, num_sinks) if num_sinks else table[first:num_columns]
+        if _is_only_holder(extent, 0 if num_sinks else first):
+            group.retain_unheld(shared)
+        else:
+            group.retain(shared)
+
+
+def _show(table: NDArray[np.int32], index: int, extent: Extent, first: int, num_sinks: int) -> None:
+    """Write one group's blocks on the path to an extent into a table: the sinks, and those from `first` on."""
+    node = extent
+    while node.parent is not None and (node.start + node.blocks.shape[1] > first or num_sinks):
+        start, end = node.start, node.start + node.blocks.shape[1]
+        low = max(first, start)
+        if low < end:
+            table[low:end] = node.blocks[index, low - start :]
+        if start < num_sinks:
+            stop = min(num_sinks, end)
+            table[start:stop] = node.blocks[index, : stop - start]
+        node = node.parent
 
 
 # -- prompts in chunks ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvist.core.extents import Extent, Loss, Namespace, Root
 
-__all__ = ["ASKED_FOR", "MADE_ROOM", "UNREACHABLE", "Losses"]
+__all__ = ["ASKED_FOR", "MADE_ROOM", "UNREACHABLE", "MAX_LOSSES_BELOW", "Losses"]
 
 MADE_ROOM, ASKED_FOR, UNREACHABLE = "made room", "asked for", "unreachable"
 """Why content is evicted: others needed room, a caller wanted it, or no group could have gone on from it."""
@@ -25,19 +25,12 @@ class Losses:
         self._of_prompts: dict[tuple[Namespace, bytes], Loss] = {}
         self._num_first: dict[bytes, int] = {}
 
-    def note(self, parent: Extent, key: bytes, loss: Loss) -> None:
-        """Remember that what began with `key` below an extent was evicted."""
-        if parent.parent is None:
-            assert isinstance(parent, Root)
-            self._of_prompts[parent.namespace, key] = loss
-            if len(self._of_prompts) > MAX_LOSSES:
-                del self._of_prompts[next(iter(self._of_prompts))]
-        elif parent.lost is None:
-            parent.lost = {key: loss}
-        else:
-            parent.lost[key] = loss
-            if len(parent.lost) > MAX_LOSSES_BELOW:
-                del parent.lost[next(iter(parent.lost))]
+    def note_of_prompt(self, root: Extent, key: bytes, loss: Loss) -> None:
+        """Remember that a prompt which began with `key` was evicted."""
+        assert isinstance(root, Root)
+        self._of_prompts[root.namespace, key] = loss
+        if len(self._of_prompts) > MAX_LOSSES:
+            del self._of_prompts[next(iter(self._of_prompts))]
 
     def after(self, namespace: Namespace, extent: Extent | None, key: bytes) -> Loss | None:
         """Return the eviction of what began with `key` below an extent, or of a prompt, if it is remembered."""

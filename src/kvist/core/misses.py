@@ -28,20 +28,20 @@ MAX_COMPARED = 64
 
 def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> str:
     """Class the miss at the end of a match of all of a prompt but its last token; empty if nothing is missing."""
-    position, num_partial, limit = 0, 0, len(prompt) - TOKEN_BYTES
+    position, limit, block_bytes = 0, len(prompt) - TOKEN_BYTES, state.tree.block_bytes
     if match is not None:
-        position, num_partial = match.position, match.num_partial_tokens
+        position = match.position
         if match.known > position:
             return WINDOW
-    if position + num_partial * TOKEN_BYTES >= limit:
+        if position + match.num_partial_tokens * TOKEN_BYTES >= limit:
+            return ""
+    elif not limit:
         return ""
     if match is None or match.child is None:
-        may_be_lost = match is None or match.extent.parent is None or match.extent.lost
-        if may_be_lost and loss_after(state, prompt, namespace, match) is not None:
+        if _is_evicted(state, prompt, namespace, match):
             return EVICTED
         if state.rows.num_running and _is_uncommitted(state, prompt, namespace, match):
             return UNCOMMITTED
-    block_bytes = state.tree.block_bytes
     if position + block_bytes > limit:
         return UNDER_A_BLOCK
     if not position and state.tree.losses.is_first_elsewhere(
@@ -49,6 +49,14 @@ def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace,
     ):
         return OTHER_NAMESPACE
     return COLD
+
+
+def _is_evicted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:
+    """Say whether what followed a match that ends with an extent was evicted, as far as that is remembered."""
+    if match is None or not match.position:
+        return loss_after(state, prompt, namespace, match) is not None
+    position, lost = match.position, match.extent.lost
+    return lost is not None and bytes(prompt[position : position + state.tree.block_bytes]) in lost
 
 
 def loss_after(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> Loss | None:

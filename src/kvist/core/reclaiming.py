@@ -54,14 +54,11 @@ def _evict_tails(tree: PrefixTree, pool: BlockPool, groups: list[SpannedGroup], 
     while pool.num_free < wanted and tree.queue.num_candidates:
         extent = tree.queue.first()
         keep = _num_kept(tree, extent, pool, groups, wanted - pool.num_free)
-        if keep == extent.blocks.shape[1] and (extent.blocks >= 0).any():
+        if 0 < keep < extent.blocks.shape[1]:
+            tree.shrink(extent, keep)
+        elif keep and (extent.blocks >= 0).any():
             tree.queue.withdraw(extent)
             passed.append(extent)
-        elif keep == extent.blocks.shape[1]:
-            tree.queue.withdraw_first()
-            tree.let_go(extent)
-        elif keep:
-            tree.shrink(extent, keep)
         else:
             tree.queue.withdraw_first()
             tree.let_go(extent)

@@ -74,7 +74,7 @@ def rewind_own(state: CacheState, sequence: Sequence, left: int) -> None:
         kept = sequence._earlier[: (left - sequence._earlier_start) * TOKEN_BYTES]
         rows.set_earlier(sequence, sequence._earlier_start, kept)
     rows.num_tokens[row] = left
-    needed = rows.columns_for(left) if left else 0
+    needed = rows.columns_for(left)
     rows.version[row] += int(rows.num_blocks[row] > needed)
     state.give_row(row, needed)
 

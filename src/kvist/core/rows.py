@@ -365,7 +365,7 @@ class SequenceRows:
 
     def columns_for(self, num_tokens: int) -> int:
         """Count the columns that so many tokens take."""
-        return -(-(num_tokens + self.bubble) // self.block_size)
+        return -(-(num_tokens + self.bubble) // self.block_size) if num_tokens else 0
 
     def refresh_limit(self, row: int) -> None:
         """Derive `limit` of a row whose blocks or tail have changed."""

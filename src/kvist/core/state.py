@@ -58,12 +58,14 @@ class CacheState:
         # A prompt of so few columns fits in every pool, whatever its groups.
         self.sure_columns = min(pool.num_blocks // self.pool_of.count(i) for i, pool in enumerate(self.pools)) - 1
         self._num_groups = [self.pool_of.count(pool) for pool in range(len(self.pools))]
+        self._shares_pools = len(self.pools) < len(self.spans)
         self._num_evicted_for = [0] * len(self.pools)
         self.group_pools = [self.pools[pool] for pool in self.pool_of]
         self.has_full = self.spans[0].kind == "full"
         self.is_plain = self.has_full and len(self.spans) == 1
         self.max_chunk_tokens = config.max_chunk_tokens
         self.spanned = self._spanned_groups()
+        self._sharers = [[group for group in self.spanned if group.pool is pool] for pool in self.pools]
         self.linear = [group for group in self.spanned if group.span.kind != "state"]
         self.rings = [group for group in self.spanned if group.span.ring is not None]
         self.sliding = [group for group in self.spanned if group.span.slides]
@@ -248,10 +250,17 @@ class CacheState:
         if self._expiring_pins:
             self._expire_pins()
         most_claimed = 0 if match is None else match.position // self.tree.block_bytes
+        if self.is_plain:
+            if needs[0] > self.pools[0].num_free + self.tree.num_evictable - most_claimed:
+                self._require_unclaimed(0, needs[0], match)
+            return
         for index, needed in enumerate(needs):
-            pool = self.pools[index]
-            evictable = self.tree.num_evictable if self.is_plain else self.tree.evictable_in(pool)
-            if needed > pool.num_free + evictable - most_claimed * self._num_groups[index]:
+            can, sharers = self.pools[index].num_free, self._sharers[index]
+            for group in sharers:
+                can += group.num_evictable
+            if not index and self.has_full:
+                can += self.tree.num_evictable
+            if needed > can - most_claimed * self._num_groups[index]:
                 self._require_unclaimed(index, needed, match)
 
     def _require_unclaimed(self, index: int, needed: int, match: Match | None) -> None:
@@ -318,12 +327,13 @@ class CacheState:
         table = self.rows.block_table
         if self.has_full:
             table[0, row, start:end] = self.take(0, end - start)
+        stop, ends_of = end, self.rows.ends_of
+        if self.max_chunk_tokens and num_computed is not None:
+            stop = self.chunk_end(self.rows.tokens_of[row], num_computed)
         for group in self.sliding:
-            stop = end
-            if num_computed is not None and self.max_chunk_tokens:
-                stop = self.chunk_end(self.rows.tokens_of[row], num_computed)
-            table[group.index, row, start:stop] = self.take(group.index, stop - start)
-            self.rows.ends_of[group.index][row] = stop
+            index = group.index
+            table[index, row, start:stop] = self.take(index, stop - start)
+            ends_of[index][row] = stop
         for group in self.rings:
             stop = min(end, rings.geometry(group).num_blocks)
             if stop > start:
@@ -417,7 +427,7 @@ class CacheState:
         """Take n free blocks for a group, and count them; returns a view that holds only until the next `give`."""
         counters = self.counters.groups[group]
         counters.num_allocated += n
-        if len(self.pools) < len(self.spans):
+        if self._shares_pools:
             index = self.pool_of[group]
             evicted = min(self._num_evicted_for[index], n)
             counters.num_reallocated += evicted
@@ -482,6 +492,8 @@ class CacheState:
         These go on from an extent on its path; all others can wait, so that an admission into a full batch costs what
         concerns it.
         """
+        if not self._any_row_due and not self._due_rows:
+            return False
         due = self._take_due_rows()
         if not due:
             return False

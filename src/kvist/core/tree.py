@@ -23,7 +23,7 @@ from kvist.core import reclaiming
 from kvist.core.eviction import Candidates
 from kvist.core.expiries import Expiries
 from kvist.core.extents import Blocks, Extent, Match, Namespace, Root, Twins
-from kvist.core.losses import ASKED_FOR, MADE_ROOM, UNREACHABLE, Losses
+from kvist.core.losses import ASKED_FOR, MADE_ROOM, MAX_LOSSES_BELOW, UNREACHABLE, Losses
 from kvist.core.pool import BlockPool
 from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
@@ -221,7 +221,10 @@ class PrefixTree:
                 extent.last_use = tick
                 self.num_evictable += extent.blocks.shape[1]
                 if not extent.children:
-                    self.offer(extent)
+                    if self.spanned:
+                        self.offer(extent)
+                    else:
+                        self.queue.offer(extent)
                 if extent.keep is not DEFAULT_KEEP:
                     self.expiries.wait(extent, self._clock())
             extent = parent
@@ -432,7 +435,7 @@ class PrefixTree:
             assert extent.key is not None
             self._note_loss(extent.parent, extent.key, num_blocks)
         parent = self._unlink(extent)
-        self._forget_content(extent)
+        extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
         return parent
 
     def _forget_content(self, extent: Extent) -> None:
@@ -442,21 +445,27 @@ class PrefixTree:
 
     def shrink(self, extent: Extent, keep: int) -> None:
         """Let go of a leaf's blocks but the first `keep`."""
-        dropped = extent.blocks.shape[1] - keep
-        self.num_evictable -= dropped
-        num_blocks = self._give(extent.blocks[:, keep:], has_holes=extent.has_holes)
-        extent.blocks = extent.blocks[:, :keep]
-        if isinstance(extent.tokens, bytes):
-            extent.tokens = bytearray(extent.tokens)
-        at = keep * self.block_bytes
-        extent.lost = None
-        self._note_loss(extent, bytes(extent.tokens[at : at + self.block_bytes]), num_blocks)
-        del extent.tokens[at:]
+        blocks, tokens, at = extent.blocks, extent.tokens, keep * self.block_bytes
+        self.num_evictable -= blocks.shape[1] - keep
+        num_blocks = self._give(blocks[:, keep:], has_holes=extent.has_holes)
+        if isinstance(tokens, bytes):
+            tokens = extent.tokens = bytearray(tokens)
+        extent.blocks, extent.lost = blocks[:, :keep], None
+        self._note_loss(extent, bytes(tokens[at : at + self.block_bytes]), num_blocks)
+        del tokens[at:]
 
     def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
         """Remember that what began with `key` below an extent was evicted."""
-        self.losses.note(parent, key, (self._clock(), self.reason))
         self.num_evicted[self.reason] += num_blocks
+        loss = (self._clock(), self.reason)
+        if parent.parent is None:
+            self.losses.note_of_prompt(parent, key, loss)
+        elif parent.lost is None:
+            parent.lost = {key: loss}
+        else:
+            parent.lost[key] = loss
+            if len(parent.lost) > MAX_LOSSES_BELOW:
+                del parent.lost[next(iter(parent.lost))]
 
     def note_evicted(self, num_blocks: int) -> None:
         """Count blocks that were evicted for the reason that holds now."""
@@ -503,8 +512,9 @@ class PrefixTree:
         if self.full_pool is not None:
             self.full_pool.give(blocks[0])
             num_blocks = blocks.shape[1]
-        for group in self.spanned:
-            num_blocks += group.give(blocks[group.index], has_holes=has_holes)
+        if self.spanned:
+            for group in self.spanned:
+                num_blocks += group.give(blocks[group.index], has_holes=has_holes)
         return num_blocks
 
     def _link(self, parent: Extent, child: Extent) -> None:

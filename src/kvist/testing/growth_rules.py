@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvist.core.sequences import Sequences
-from kvist.errors import NeverFits, SequenceError
+from kvist.errors import NeverFits, SequenceError, TransferError
 from kvist.testing.bills import Counts
 from kvist.testing.configs import lefts, numbers, patterns, some
 from kvist.testing.model import Shadow
@@ -72,7 +72,7 @@ class GrowthRules(Stage):
         refused = self.allocate(lambda: call(named(chosen, by_rows=by_rows)), bill)
         if self.waits_to_wrap(chosen, lengths):
             require(isinstance(refused, SequenceError), f"beams wait for what would be overwritten, but: {refused!r}")
-        elif refused is not None:
+        elif refused is not None and not isinstance(refused, TransferError):
             self.require_no_room(refused, bill + len(chosen) * self.bill.chunk(), exactly=self.bill.is_exact)
         else:
             for shadow, ids, num_blocks, length in zip(chosen, added, wanted, lengths, strict=True):
