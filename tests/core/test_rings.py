@@ -334,3 +334,15 @@ def test_a_fork_of_a_sequence_that_was_taken_back_whole_has_no_blocks():
     (fork,) = manager.fork(sequence)
     assert (sequence.num_blocks, fork.num_blocks) == (0, 0)
     manager.check()
+
+
+def test_the_heir_of_a_leader_does_not_overwrite_what_beams_wait_for_either():
+    manager = ring(2, 1, block_size=4, num_blocks=12, max_beams=3)
+    leader = manager.add_sequence(range(7), num_beams=3)
+    heir = leader.beams[1]
+    manager.free(leader)
+    with pytest.raises(SequenceError, match="1 beams wait for the prompt"):
+        manager.append([heir], [9])
+    manager.commit([heir])
+    manager.append([heir], [9])
+    manager.check()

@@ -261,9 +261,9 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
     sequence.leader = heir
     state.note_committed(heir.row)
     rewinding.rewind_own(state, heir, theirs.num_published * state.block_size + len(theirs.tokens) // TOKEN_BYTES)
-    state.rows.refresh_limit(heir.row)
     for beam in waiting:
         beam.leader = heir if beam is not heir else None
+    state.rows.refresh_limit(heir.row)  # an heir for whom others wait must not overwrite its ring, either
 
 
 def refuse_waiting(sequence: Sequence, call: str) -> None:
