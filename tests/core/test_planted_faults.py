@@ -3,14 +3,20 @@
 Each plant is small and plausible: one line of the core left out or off by one.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvist import KVCacheManager, OutOfBlocks
-from kvist.core import admission, branches, holdings, recurrent, rewinding, rings
+from kvist.core import admission, branches, growth, holdings, pinning, recurrent, resuming, rewinding, rings
+from kvist.core import state as core_state
 from kvist.core.groups import Span
+from kvist.core.identity import IdentityTable
 from kvist.core.pool import BlockPool
+from kvist.core.spanned import SpannedGroup
 from kvist.core.state import CacheState
 from kvist.core.tree import PrefixTree
 from kvist.testing import CacheMachine
@@ -254,7 +260,50 @@ def a_hit_ends_where_a_window_lacks_a_block(monkeypatch):
 
 @fault
 def blocks_in_span_are_not_held(monkeypatch):
-    wrap(monkeypatch, holdings, "hold_reused", lambda original, state, sequence: None)
+    wrap(monkeypatch, holdings, "hold_shared", lambda original, state, row: None)
+
+
+@fault
+def blocks_that_others_have_in_span_are_taken(monkeypatch):
+    def take(original, group, *arguments):
+        references, group.references = group.references, np.zeros_like(group.references)
+        try:
+            return original(group, *arguments)
+        finally:
+            group.references = references
+
+    wrap(monkeypatch, SpannedGroup, "_take", take)
+
+
+@fault
+def sinks_are_let_go(monkeypatch):
+    def spans_of(original, config):
+        return [replace(span, num_sink_blocks=0) for span in original(config)]
+
+    wrap(monkeypatch, core_state, "spans_of", spans_of)
+
+
+@fault
+def stepping_back_ignores_what_has_slid(monkeypatch):
+    wrap(monkeypatch, rewinding, "can_step_back", lambda original, *arguments: True)
+
+
+@fault
+def a_copy_is_of_the_first_groups_blocks(monkeypatch):
+    def order_move(original, state, source, destination, num_tokens, group=0):
+        original(state, source, destination, num_tokens)
+
+    wrap(monkeypatch, CacheState, "order_move", order_move)
+
+
+@fault
+def an_encoders_blocks_go_with_the_first_that_leaves(monkeypatch):
+    def leave_encoder(original, state, sequence):
+        if sequence._encoder is not None:
+            sequence._encoder.num_holders = 1
+        original(state, sequence)
+
+    wrap(monkeypatch, CacheState, "leave_encoder", leave_encoder)
 
 
 @fault
@@ -271,6 +320,61 @@ def a_state_is_kept_that_went_on_meanwhile(monkeypatch):
 @fault
 def a_ring_overwrites_what_others_have(monkeypatch):
     wrap(monkeypatch, rings, "_make_private", lambda original, *arguments, **options: None)
+
+
+# -- identity, pins, suspension, drafts, failures ---------------------------------------------------------------------
+
+
+@fault
+def media_are_not_told_apart(monkeypatch):
+    for name in ("identify", "look"):
+        wrap(
+            monkeypatch,
+            IdentityTable,
+            name,
+            lambda original, table, tokens, media=(), extra_ids=None: original(table, tokens, (), extra_ids),
+        )
+
+
+@fault
+def extra_ids_are_not_told_apart(monkeypatch):
+    for name in ("identify", "look"):
+        wrap(
+            monkeypatch,
+            IdentityTable,
+            name,
+            lambda original, table, tokens, media=(), extra_ids=None: original(table, tokens, media),
+        )
+
+
+@fault
+def a_pin_does_not_hold_what_it_found(monkeypatch):
+    def pin(original, state, *arguments):
+        made = original(state, *arguments)
+        state.tree.release(state.pins[made].extent)
+        return made
+
+    wrap(monkeypatch, pinning, "pin", pin)
+
+
+@fault
+def a_pin_never_expires(monkeypatch):
+    wrap(monkeypatch, CacheState, "_expire_pins", lambda original, state: None)
+
+
+@fault
+def what_was_lost_in_suspension_counts_as_computed(monkeypatch):
+    def resume(original, state, sequence):
+        num_lost = original(state, sequence)
+        state.rows.computed_of[sequence.row] += num_lost
+        return 0
+
+    wrap(monkeypatch, resuming, "resume", resume)
+
+
+@fault
+def accepted_drafts_stay_where_they_were(monkeypatch):
+    wrap(monkeypatch, growth, "_runs", lambda original, *arguments: iter(()))
 
 
 # -- the machine fails ------------------------------------------------------------------------------------------------
@@ -292,6 +396,11 @@ def test_the_machine_finds_a_planted_fault(name, monkeypatch):
         "an_uncommitted_block_is_hit",
         "a_partial_copy_is_of_one_token_too_many",
         "a_referenced_extent_is_evicted",
+        "what_has_slid_is_taken_for_what_is_left",
+        "a_hit_ends_where_a_window_lacks_a_block",
+        "a_state_is_kept_that_went_on_meanwhile",
+        "an_encoders_blocks_go_with_the_first_that_leaves",
+        "what_was_lost_in_suspension_counts_as_computed",
     ],
 )
 def test_contents_and_counts_alone_show_it(name, monkeypatch):

@@ -128,6 +128,13 @@ def test_a_copy_of_nothing_or_too_much_or_onto_itself_is_refused(move):
         memory.perform([move])
 
 
+@pytest.mark.parametrize("move", [Move(0, 8, 1), Move(8, 0, 1), Move(-1, 0, 1)])
+def test_a_copy_of_or_to_a_block_that_is_not_there_is_refused(move):
+    memory = TokenMemory(small(block_size=4).config)
+    with pytest.raises(WrongContents, match="names a block that is none of 8"):
+        memory.perform([move])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_copy_must_be_of_as_many_tokens_as_count_as_computed(num_tokens):
     manager, memory = watched(by_hand=True, block_size=4)

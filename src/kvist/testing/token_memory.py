@@ -147,6 +147,8 @@ class TokenMemory:
             raise WrongContents(f"{move} is no copy of 1 .. {self.block_size} tokens from one block to another")
         if is_state and n < self.block_size:
             raise WrongContents(f"{move} is of a part of a state")
+        if not 0 <= min(move.source, move.destination) <= max(move.source, move.destination) < len(slots):
+            raise WrongContents(f"{move} names a block that is none of {len(slots)}")
         slots[move.destination, destination : destination + n] = slots[move.source, source : source + n].copy()
         if not destination and move.source != move.destination:
             slots[move.destination, n:] = NOTHING
