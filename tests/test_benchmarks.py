@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bench_groups
+from bench_import import with_bytecode_in
 from harness import Work, again, interleave
 from kvist import AttentionSpec, CacheConfig, KVCacheManager, StateSpec
 from references.field import Block as FieldBlock
@@ -493,6 +494,13 @@ def test_every_benchmark_reports_its_rows_as_json(benchmark, tmp_path):
     if benchmark == "scale":
         assert "small.jsonl" in result["rows"][-1]["note"]
     assert {"python", "numpy", "processor", "sha_instructions"} <= result.keys()
+
+
+def test_imports_are_timed_with_bytecode_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    environment = with_bytecode_in("folder")
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
+    assert environment["PYTHONPYCACHEPREFIX"] == "folder"
 
 
 def test_the_summary_counts_targets_and_names_the_missed():
