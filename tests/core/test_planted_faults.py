@@ -149,7 +149,7 @@ def rewinding_goes_on_in_a_published_block(monkeypatch):
         boundary, inside = divmod(left, state.block_size)
         source = state.rows.block_table.item(0, sequence.row, boundary)
         original(state, sequence, left)
-        if inside:
+        if inside and state.moves:
             state.pools[0].give(state.rows.block_table[0, sequence.row, boundary : boundary + 1])
             state.rows.block_table[0, sequence.row, boundary] = source
             state.moves.pop()

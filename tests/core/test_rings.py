@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from tests.core.layers import FULL, grouped, hit, sliding, tables
+from tests.core.layers import FULL, chunked, grouped, hit, sliding, tables
 from tests.core.small import cached, computed, refused
 
 from kvist import ConfigError, OutOfBlocks, SequenceError
@@ -346,3 +346,19 @@ def test_the_heir_of_a_leader_does_not_overwrite_what_beams_wait_for_either():
     manager.commit([heir])
     manager.append([heir], [9])
     manager.check()
+
+
+def test_to_reserve_nothing_for_a_sequence_without_tokens_gives_it_nothing():
+    manager = ring(3, 1, block_size=2)
+    sequence = computed(manager, [1])
+    manager.rewind(sequence, 1)
+    manager.reserve([sequence], 0)
+    assert sequence.num_blocks == 0
+    manager.check()
+
+
+def test_reserve_refuses_what_beams_wait_for_before_it_looks_for_room():
+    manager = grouped([sliding(3), chunked(4)], block_size=2, num_blocks=6, ring=True, max_beams=2, max_chunk_tokens=2)
+    leader = manager.add_sequence([1, 2, 3], num_beams=2)
+    with pytest.raises(SequenceError, match="beams wait"):
+        manager.reserve([leader], 9)

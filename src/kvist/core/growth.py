@@ -47,7 +47,7 @@ def grow(state: CacheState, batch: Batch, num_added: int | NDArray[np.int64], ca
     wanted = rows.num_tokens[batch.select] + num_added
     _check_length(state, batch.rows, wanted, call)
     have = rows.num_blocks[batch.select].copy()
-    extra = np.maximum((wanted + rows.bubble + state.block_size - 1) // state.block_size - have, 0)
+    extra = np.maximum(rows.columns_for_each(wanted) - have, 0)
     total = int(extra.sum())
     if state.rings:
         _grow_with_rings(state, batch, have, extra, wanted)
@@ -260,7 +260,9 @@ def reserve(state: CacheState, batch: Batch, num_added: NDArray[np.int64]) -> No
     rows = state.rows
     wanted = rows.num_tokens[batch.rows] + num_added
     _check_length(state, batch.rows, wanted, "reserve")
-    extra = np.maximum(-(-wanted // state.block_size) - rows.num_blocks[batch.rows], 0)
+    if state.rings:
+        rings.refuse_overwriting(state, batch.rows, wanted)
+    extra = np.maximum(rows.columns_for_each(wanted) - rows.num_blocks[batch.rows], 0)
     needs = state.column_needs(int(extra.sum()))
     for group, missing in zip(state.sliding, holdings.missing_columns(state, batch.rows).sum(axis=1), strict=True):
         needs[state.pool_of[group.index]] += int(missing)

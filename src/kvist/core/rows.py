@@ -367,6 +367,12 @@ class SequenceRows:
         """Count the columns that so many tokens take."""
         return -(-(num_tokens + self.bubble) // self.block_size) if num_tokens else 0
 
+    def columns_for_each(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the columns that each of these numbers of tokens takes."""
+        positions = np.where(num_tokens > 0, num_tokens + self.bubble, 0) if self.bubble else num_tokens
+        columns: NDArray[np.int64] = (positions + (self.block_size - 1)) // self.block_size
+        return columns
+
     def refresh_limit(self, row: int) -> None:
         """Derive `limit` of a row whose blocks or tail have changed."""
         self.limit_of[row] = min(self.capacity(row), self.tail_start(row) + self.tail_tokens)

@@ -117,7 +117,7 @@ def _layer(draw: st.DrawFn, kind: str, block_size: int, checkpoint_tokens: int |
         return AttentionSpec(1, 1, cross=True)
     if kind == "state":
         return StateSpec([(4 * block_size,)], "uint8", checkpoint_tokens)
-    size = draw(st.integers(1, 3 * block_size + 1))
+    size = draw(st.integers(1, (6 if kind == "ring" else 3) * block_size + 1))
     if kind == "chunked":
         return AttentionSpec(1, 1, chunk_tokens=size)
     sink_tokens = draw(st.sampled_from((0, 0, 1, block_size, block_size + 1)))

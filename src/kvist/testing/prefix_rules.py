@@ -59,6 +59,13 @@ class PrefixRules(Stage):
             gone = isinstance(pinned, StaleMatch) and not is_there
             require(gone, f"{match} could not be pinned, though its tokens must be there: {pinned!r}")
 
+    @precondition(lambda self: self.matches)
+    @rule(pick=numbers)
+    def pin_after_eviction(self, pick: int) -> None:
+        """Evict all that can be, and pin what a match found before: what is gone is refused."""
+        self.maintain("evict", 63)
+        self.pin(pick, None)
+
     def require_budget(self) -> None:
         """All pins together hold no more of each group than they may."""
         for stats in self.manager.stats().groups:
@@ -196,7 +203,7 @@ class PrefixRules(Stage):
     @precondition(lambda self: self.delivery == BY_THE_MANAGER)
     @rule()
     def break_memory(self) -> None:
-        """Let the memory fail at the copies of the next call."""
+        """Let the memory fail at the next call that needs copies."""
         self.breaks_next = True
 
     @rule(which=st.sampled_from(sorted(REFUSALS)), pick=numbers)

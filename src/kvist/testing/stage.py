@@ -19,7 +19,7 @@ from kvist.core.state import PinHold
 from kvist.errors import KvistError, OutOfBlocks, OutOfRows, TransferError
 from kvist.manager import KVCacheManager
 from kvist.testing.bills import Bill, Counts
-from kvist.testing.configs import Draft, cache_configs
+from kvist.testing.configs import Draft, cache_configs, rare
 from kvist.testing.model import Reusable, Shadow
 from kvist.testing.prompts import Prompt
 from kvist.testing.token_memory import TokenMemory
@@ -33,15 +33,17 @@ BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE = "by the manager", "after ea
 
 
 class FailingMemory(TokenMemory):
-    """An oracle that fails to make copies the next time, once it is told to."""
+    """An oracle that makes no copies while it is broken, and later those at which it has failed."""
 
-    is_broken = False
+    is_broken = has_failed = False
 
     def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
         """Make copies, or fail."""
         if self.is_broken:
+            self.has_failed = True
             raise OSError("the memory is broken")
-        super().perform(moves, late=late)
+        super().perform(moves, late=late or self.has_failed)
+        self.has_failed = False
 
 
 class Stage(RuleBasedStateMachine):
@@ -62,7 +64,7 @@ class Stage(RuleBasedStateMachine):
         self.prompts: list[Prompt] = [Prompt()]
         self.pins: list[Pin] = []
         self.matches: list[tuple[PrefixMatch, Prompt]] = []
-        self.has_failed = self.breaks_next = False
+        self.breaks_next = False
         self.num_calls = self.num_evicted = self.num_asked = self.num_hit = self.num_encoders = 0
         self.now_s = 0.0
         self._outer_error = sys.exc_info()[1]
@@ -73,6 +75,7 @@ class Stage(RuleBasedStateMachine):
         self.config = data.draw(self.configs, label="config")
         self.delivery = data.draw(st.sampled_from(self.deliveries), label="copies are made")
         self.block_size = self.config.block_size
+        self.breaks_next = data.draw(rare, label="the memory is to fail")
         self.bill = Bill(self.config)
         self.is_plain = [group.kind for group in self.config.groups] == ["full"]
         self.memory = FailingMemory(self.config)
@@ -109,7 +112,7 @@ class Stage(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_contents(self) -> None:
         """Read all that is computed, where the copies it needs have been made or may be made now."""
-        if self.delivery == BEFORE_EACH_WRITE and self.num_calls % 10:
+        if self.memory.has_failed or (self.delivery == BEFORE_EACH_WRITE and self.num_calls % 10):
             return
         self.deliver()
         for shadow in self.live:
@@ -270,7 +273,6 @@ class Stage(RuleBasedStateMachine):
         try:
             return self.called_with_failures(call)
         except TransferError as error:
-            self.has_failed = True
             return error
         except KvistError as error:
             require(digest is None or self.digest() == digest, f"{error!r} was raised, and something changed")
@@ -283,17 +285,18 @@ class Stage(RuleBasedStateMachine):
         try:
             self.called_with_failures(call)
         except TransferError:
-            self.has_failed = True
+            pass
         finally:
             self.called()
 
     def called_with_failures(self, call: Callable[[], Result]) -> Result:
-        """Make a call at which the memory fails, if it is to."""
-        self.memory.is_broken, self.breaks_next = self.breaks_next, False
+        """Make a call; once the memory is to break, it does at the first that needs copies."""
+        self.memory.is_broken = self.breaks_next
         try:
             return call()
         finally:
             self.memory.is_broken = False
+            self.breaks_next = self.breaks_next and not self.memory.has_failed
 
     def digest(self) -> str:
         """Return the manager's digest, which publishes all that is committed."""
@@ -334,10 +337,9 @@ class Stage(RuleBasedStateMachine):
     def deliver(self) -> None:
         """Make the copies that were ordered, also those at which the memory has failed."""
         moves = self.manager.take_moves()
-        left_over = bool(moves) and self.delivery == BY_THE_MANAGER and not self.has_failed
+        left_over = bool(moves) and self.delivery == BY_THE_MANAGER and not self.memory.has_failed
         require(not left_over, f"{moves} were left, though there is a memory")
-        self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE or self.has_failed)
-        self.has_failed = False
+        self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE)
 
 
 def named(chosen: list[Shadow], *, by_rows: bool) -> Sequences:
