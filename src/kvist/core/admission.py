@@ -155,7 +155,7 @@ def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
     """Count a prompt that has just been admitted, and the blocks of each group that it reused or was given."""
     num_tokens, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
     state.counters.admit(num_tokens, num_cached, sequence.miss)
-    num_blocks, num_reused = state.rows.columns_for(num_tokens), num_cached // state.block_size
+    num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size
     num_new = num_blocks - num_reused
     if num_beams > 1:
         num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)

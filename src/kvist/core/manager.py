@@ -176,7 +176,8 @@ class CacheCore:
             growth.commit_one(self._state, sequences[0])
         else:
             growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
-        self._perform_moves()
+        if self._state.moves:
+            self._perform_moves()
 
     def accept(self, sequence: Sequence, tokens: Tokens, nodes: ArrayLike) -> None:
         """Add and commit the accepted nodes of a tree of drafts that one forward pass has verified.
@@ -311,11 +312,13 @@ class CacheCore:
         prompt, num_tokens = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
         miss = misses.miss_of(self._state, prompt, namespace, match)
-        if miss == misses.COLD:
-            self._state.publish_committed()  # another namespace may have just committed it
+        if miss == misses.COLD and self._state.publish_committed():  # another namespace may have just committed it
             miss = misses.miss_of(self._state, prompt, namespace, match)
-        loss = misses.loss_after(self._state, prompt, namespace, match) if miss == misses.EVICTED else None
-        evicted_s, eviction = (None, "") if loss is None else (self.clock() - loss[0], loss[1])
+        evicted_s, eviction = None, ""
+        if miss == misses.EVICTED:
+            loss = misses.loss_after(self._state, prompt, namespace, match)
+            assert loss is not None
+            evicted_s, eviction = self.clock() - loss[0], loss[1]
         if match is None:
             return PrefixMatch(namespace, num_tokens, miss=miss, evicted_s=evicted_s, eviction=eviction)
         return PrefixMatch(
@@ -327,7 +330,7 @@ class CacheCore:
             miss,
             evicted_s,
             eviction,
-            match.runs(self._state.block_size),
+            match.runs(self._state.block_size) if match.position else (),
         )
 
     def _looked_up(

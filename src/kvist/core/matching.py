@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvist.core.extents import Namespace
 
 __all__ = ["Pin", "PrefixMatch"]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """How much of a prompt could be reused when it was looked up: a fact of that moment, it holds nothing.
 
     `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part. `miss` says why it
@@ -32,7 +30,11 @@ class PrefixMatch:
     miss: str = ""
     evicted_s: float | None = None
     eviction: str = ""
-    runs: tuple[tuple[bytes, int], ...] = field(default=(), repr=False)
+    runs: tuple[tuple[bytes, int], ...] = ()
+
+    def __repr__(self) -> str:
+        told = (f"{name}={value!r}" for name, value in zip(self._fields[:-1], self, strict=False))
+        return f"PrefixMatch({', '.join(told)})"
 
     @property
     def tokens(self) -> bytes:

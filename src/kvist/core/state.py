@@ -481,10 +481,12 @@ class CacheState:
         self._any_row_due = True
         self._slides_due = bool(self.sliding)
 
-    def publish_committed(self) -> None:
-        """Put every full committed block into the tree."""
-        for row in self._take_due_rows():
+    def publish_committed(self) -> bool:
+        """Put every full committed block into the tree, and say whether there may have been any."""
+        due = self._take_due_rows()
+        for row in due:
             self.publish(self.rows.sequence_at(row))
+        return bool(due)
 
     def publish_along(self, match: Match) -> bool:
         """Publish the rows whose committed blocks may lengthen a match, and say whether there were any.

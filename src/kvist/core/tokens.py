@@ -1,6 +1,7 @@
 """Token ids as bytes: 4 bytes each in the machine's order, so that comparing prefixes is a memcmp."""
 
 import struct
+import sys
 from array import array
 from collections.abc import Sequence as AbstractSequence
 from operator import index
@@ -24,7 +25,8 @@ __all__ = [
 
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
-LONG_TOKENS = 8192
+SHORT_TOKENS, LONG_TOKENS = 256, 8192
+SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 
 type_of_int32 = np.dtype(np.int32)
 TokenArray = NDArray[np.int32]
@@ -49,6 +51,10 @@ def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
     Errors as in `as_token_bytes`.
     """
     if type(tokens) is np.ndarray:
+        if tokens.dtype is type_of_int32 and tokens.ndim == 1 and tokens.size < SHORT_TOKENS:
+            packed = tokens.tobytes()
+            if packed[SIGN_BYTE::TOKEN_BYTES].isascii():  # cheaper than a look at the array, for a few hundred ids
+                return packed
         ids = as_token_array(tokens, name)
         return ids.tobytes() if len(ids) < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")
     return as_token_bytes(tokens, name)

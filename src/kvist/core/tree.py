@@ -131,7 +131,8 @@ class PrefixTree:
         position = match.position
         rest = bytes(tokens[position : min(position + self.block_bytes, limit)])
         match.source, agreed = self._nearest(match.extent, rest)
-        match.num_partial_tokens = agreed // TOKEN_BYTES
+        if agreed:
+            match.num_partial_tokens = agreed // TOKEN_BYTES
         return match
 
     def _nearest(self, extent: Extent, rest: bytes) -> tuple[Extent | None, int]:
@@ -402,13 +403,14 @@ class PrefixTree:
         if self.spanned:
             reclaiming.evict_in_groups(self, pool, pool.num_free + num_blocks)
             return
+        queue = self.queue
         while num_blocks > 0:
-            extent = self.queue.first()
-            size = extent.blocks.shape[1]
+            extent = queue.first()
+            size = len(extent.blocks[0])
             if size > num_blocks:
                 self.shrink(extent, size - num_blocks)
                 return
-            self.queue.withdraw_first()
+            queue.withdraw_first()
             self.let_go(extent)
             num_blocks -= size
 
@@ -510,8 +512,9 @@ class PrefixTree:
         """Give the blocks of columns back in all groups; returns how many."""
         num_blocks = 0
         if self.full_pool is not None:
-            self.full_pool.give(blocks[0])
-            num_blocks = blocks.shape[1]
+            column = blocks[0]
+            self.full_pool.give(column)
+            num_blocks = len(column)
         if self.spanned:
             for group in self.spanned:
                 num_blocks += group.give(blocks[group.index], has_holes=has_holes)
