@@ -24,18 +24,27 @@ ALIKE = [full(2, 4), sliding(2, 4), sliding(2, 4), full(2, 4)]
 OTHER_HEADS = [full(2, 4), full(1, 16), sliding(4, 8, "bfloat16"), sliding(8, 2, "bfloat16")]
 WITH_STATES = [full(2, 4), StateSpec([(32,), (4, 8)])]
 UNEVEN = [full(2, 4), full(2, 4), sliding(4, 4)]
+EVERY_DTYPE = [
+    full(2, 4), full(2, 4, "bfloat16"), full(2, 4, "float8_e4m3fn", k_scale=0.5), full(2, 4, "int8"),
+    sliding(2, 4, "float16"), sliding(2, 4), sliding(2, 4, "uint8"), sliding(2, 4, "float8_e5m2", v_scale=2.0),
+]  # fmt: skip
+FOUR_BITS = [full(2, 4, "int4"), full(2, 12, "uint4", value_head_dim=4), sliding(2, 6, "int8")]
 UNEVEN_KEYS_ONLY = [full(2, 5, value_head_dim=3), sliding(2, 8, value_head_dim=0), StateSpec([(3, 5), (49,)])]
 MIXES = {
     "alike": ALIKE,
     "other heads": OTHER_HEADS,
     "states": WITH_STATES,
     "uneven": UNEVEN,
+    "every dtype": EVERY_DTYPE,
+    "4 bits": FOUR_BITS,
     "uneven, keys only": UNEVEN_KEYS_ONLY,
 }
 
 
-def config(layers, *, shared_pool=True, num_blocks=NUM_BLOCKS):
-    return CacheConfig(layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, shared_pool=shared_pool)
+def config(layers, *, shared_pool=True, num_blocks=NUM_BLOCKS, order="layer_major"):
+    return CacheConfig(
+        layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, shared_pool=shared_pool, storage_order=order
+    )
 
 
 def span(tensor):
@@ -94,10 +103,14 @@ def test_planes_within_a_block_begin_at_multiples_of_16_bytes():
 
 
 @pytest.mark.parametrize("layers", MIXES.values(), ids=MIXES)
-def test_groups_that_share_a_pool_read_what_they_would_read_from_pools_of_their_own(layers):
+def test_in_any_order_of_storage_and_in_one_pool_groups_read_what_they_read_from_pools_of_their_own(layers):
     random, generator = Random(0), torch.Generator().manual_seed(0)
     chosen = config(layers)
-    shared, apart = TorchMemory(chosen), TorchMemory(config(layers, shared_pool=False))
+    apart, *others = memories = [
+        TorchMemory(config(layers, shared_pool=shared_pool, order=order))
+        for order in ("layer_major", "block_major")
+        for shared_pool in (False, True)
+    ]
     owners = [random.randrange(len(chosen.groups)) for _ in range(NUM_BLOCKS)]
     for step in range(60):
         group = random.randrange(len(chosen.groups))
@@ -105,16 +118,18 @@ def test_groups_that_share_a_pool_read_what_they_would_read_from_pools_of_their_
         if step % 3 == 2 and own:  # a block changes hands, and is filled before it is read
             move = Move(random.choice(own), random.randrange(NUM_BLOCKS), BLOCK_SIZE, group=group)
             owners[move.destination] = group
-            for memory in (shared, apart):
+            for memory in memories:
                 memory.perform([move])
         block = random.randrange(NUM_BLOCKS)
         owners[block] = group
         for layer in chosen.groups[group].layers:
-            fill((shared, apart), layer, block, generator)
+            fill(memories, layer, block, generator)
         for layer, spec in enumerate(layers):
             held = [b for b, owner in enumerate(owners) if layer in chosen.groups[owner].layers]
-            found, expected = ([*contents(memory, layer, spec, held)] for memory in (shared, apart))
-            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[1] is not None)
+            expected = [*contents(apart, layer, spec, held)]
+            for memory in others:
+                found = [*contents(memory, layer, spec, held)]
+                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[1] is not None)
 
 
 def fill(memories, layer, block, generator):
@@ -130,13 +145,20 @@ def fill(memories, layer, block, generator):
         return
     slots = torch.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
     keys = memories[0].keys(layer)
-    new_keys = torch.randn((BLOCK_SIZE, *keys.shape[2:]), generator=generator).to(keys.dtype)
+    new_keys = random_bits((BLOCK_SIZE, *keys.shape[2:]), keys.dtype, generator)
     _, old_values = memories[0].read(layer, slots)
     new_values = None
     if old_values is not None:
-        new_values = torch.randn(old_values.shape, generator=generator).to(keys.dtype)
+        new_values = random_bits(old_values.shape, keys.dtype, generator)
     for memory in memories:
         memory.write(layer, new_keys, new_values, slots)
+
+
+def random_bits(shape, dtype, generator):
+    """Random numbers, of ints all there are."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(dtype)
 
 
 def contents(memory, layer, spec, blocks):
@@ -144,8 +166,9 @@ def contents(memory, layer, spec, blocks):
         yield from memory.read_states(layer, torch.tensor(blocks, dtype=torch.int64))
         return
     table = torch.tensor([blocks], dtype=torch.int64)
-    yield from memory.gather(layer, table, len(blocks) * BLOCK_SIZE)
-    yield from memory.read(layer, torch.tensor(blocks, dtype=torch.int64) * BLOCK_SIZE + 1)
+    slots = torch.tensor(blocks, dtype=torch.int64) * BLOCK_SIZE + 1
+    for plane in (*memory.gather(layer, table, len(blocks) * BLOCK_SIZE), *memory.read(layer, slots)):
+        yield plane if plane is None or plane.element_size() > 1 else plane.view(torch.uint8)
 
 
 def test_a_layer_that_shares_a_cache_adds_nothing_to_the_pool():

@@ -13,6 +13,7 @@ from kvist.memory import TorchMemory
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 4, 2, 3
 PLAIN = AttentionSpec(HEADS, DIM, dtype="float32")
+both_orders = pytest.mark.parametrize("order", ["layer_major", "block_major"])
 
 
 def arena(*layers, num_blocks=NUM_BLOCKS, **settings):
@@ -79,8 +80,9 @@ def test_keys_and_values_of_different_size_are_kept_apart():
     assert torch.equal(values[0], rows(2, dim=5))
 
 
-def test_write_puts_each_token_in_its_slot_of_its_layer_only():
-    memory = arena(PLAIN, PLAIN)
+@both_orders
+def test_write_puts_each_token_in_its_slot_of_its_layer_only(order):
+    memory = arena(PLAIN, PLAIN, storage_order=order)
     keys, values = rows(3), rows(3, start=100)
     memory.write(1, keys, values, torch.tensor([9, 4, 23]))
     expected = torch.zeros(NUM_BLOCKS * BLOCK_SIZE, HEADS, DIM)
@@ -98,8 +100,9 @@ def test_write_takes_strided_rows_and_numpy_slots():
     assert torch.equal(memory.keys(0)[1, 1:], heads_first.transpose(0, 1))
 
 
-def test_negative_slots_are_skipped():
-    memory = arena()
+@both_orders
+def test_negative_slots_are_skipped(order):
+    memory = arena(storage_order=order)
     memory.write(0, rows(4), rows(4, start=50), torch.tensor([-1, 3, -7, 0]))
     assert torch.equal(
         memory.keys(0)[0], torch.stack([rows(4)[3], torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM), rows(4)[1]])
@@ -155,8 +158,9 @@ def test_a_layer_that_is_not_there_is_refused(layer):
 
 @pytest.mark.parametrize("padding", [0, -1, 5, 2**31 - 1])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_gather_follows_the_block_table_and_any_padding(padding, dtype):
-    memory = arena()
+@both_orders
+def test_gather_follows_the_block_table_and_any_padding(padding, dtype, order):
+    memory = arena(storage_order=order)
     numbered(memory)
     table = torch.tensor([[4, 1, 0], [2, padding, padding]], dtype=dtype)
     keys, values = memory.gather(0, table, 10)
@@ -190,9 +194,10 @@ def test_a_gather_that_does_not_fit_is_refused(table, max_len, error):
         arena().gather(0, torch.tensor(table), max_len)
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_every_dtype_is_written_moved_and_gathered_bit_by_bit(dtype):
-    memory = arena(AttentionSpec(HEADS, DIM, dtype=dtype))
+def test_every_dtype_is_written_moved_and_gathered_bit_by_bit(dtype, order):
+    memory = arena(AttentionSpec(HEADS, DIM, dtype=dtype), storage_order=order)
     values = rows(4).to(getattr(torch, dtype))
     memory.write(0, values, values, torch.tensor([8, 9, -1, 11]))
     memory.perform([Move(2, 5, 4)])
@@ -201,8 +206,9 @@ def test_every_dtype_is_written_moved_and_gathered_bit_by_bit(dtype):
     assert torch.equal(keys[0, [0, 1, 3]].float(), values[[0, 1, 3]].float())
 
 
-def test_a_move_copies_its_first_tokens_in_all_layers_and_nothing_else():
-    memory = arena(PLAIN, AttentionSpec(HEADS, DIM, dtype="float32", value_head_dim=5))
+@both_orders
+def test_a_move_copies_its_first_tokens_in_all_layers_and_nothing_else(order):
+    memory = arena(PLAIN, AttentionSpec(HEADS, DIM, dtype="float32", value_head_dim=5), storage_order=order)
     expected = numbered(memory)
     memory.perform([Move(source=1, destination=4, num_tokens=3)])
     for plane in expected:
@@ -224,8 +230,9 @@ def test_a_move_copies_its_first_tokens_in_all_layers_and_nothing_else():
     ],
     ids=str,
 )
-def test_moves_give_what_they_give_one_by_one(moves):
-    memory = arena(PLAIN, PLAIN)
+@both_orders
+def test_moves_give_what_they_give_one_by_one(moves, order):
+    memory = arena(PLAIN, PLAIN, storage_order=order)
     expected = numbered(memory)
     memory.perform(moves)
     for plane in expected:
@@ -259,8 +266,9 @@ def test_a_move_that_leaves_the_arena_stops_all_of_them(move):
     assert alike(all_planes(memory), before)
 
 
-def test_a_move_with_offsets_copies_these_token_rows_only():
-    memory = arena(PLAIN, AttentionSpec(HEADS, DIM, dtype="float8_e5m2", value_head_dim=5))
+@both_orders
+def test_a_move_with_offsets_copies_these_token_rows_only(order):
+    memory = arena(PLAIN, AttentionSpec(HEADS, DIM, dtype="float8_e5m2", value_head_dim=5), storage_order=order)
     expected = numbered(memory)
     memory.perform([Move(1, 4, 2, source_offset=2, destination_offset=1), Move(5, 5, 1, source_offset=3)])
     for plane in expected:
@@ -356,9 +364,9 @@ def test_slots_and_blocks_are_checked_against_the_group_of_the_layer():
     with pytest.raises(ArgumentError, match="slot 12 is outside the layer's 12 slots"):
         memory.write(0, rows(1), rows(1), torch.tensor([12]))
     memory.perform([Move(5, 0, 4, group=0)])
-    with pytest.raises(ArgumentError, match="names block 3, but group 1 has blocks 0 to 2"):
+    with pytest.raises(ArgumentError, match="names block 3 of device, where group 1 has blocks 0 to 2"):
         memory.perform([Move(0, 3, 4, group=1)])
-    with pytest.raises(ArgumentError, match="which holds groups 0 to 1 of the device tier"):
+    with pytest.raises(ArgumentError, match="names group 2, but there are 2 groups"):
         memory.perform([Move(0, 1, 4, group=2)])
     keys, _ = memory.gather(0, torch.tensor([[5]]), 4)
     assert torch.equal(keys[0], memory.keys(0)[2])
@@ -393,8 +401,9 @@ def test_a_window_is_gathered_from_the_columns_that_are_held():
     assert torch.equal(keys[0], memory.keys(0)[[5, 1]].flatten(0, 1)[:7])
 
 
-def test_a_move_copies_in_the_layers_of_its_group_only():
-    memory = arena(SLIDING, PLAIN, STATE, SLIDING)
+@both_orders
+def test_a_move_copies_in_the_layers_of_its_group_only(order):
+    memory = arena(SLIDING, PLAIN, STATE, SLIDING, storage_order=order)
     expected = numbered(memory)
     memory.perform([Move(1, 2, 3, group=1), Move(0, 4, BLOCK_SIZE, group=2)])
     for plane in [*expected[0:2], *expected[6:8]]:
@@ -466,8 +475,9 @@ def test_states_begin_as_zeros_of_their_own_shapes_and_dtypes():
     assert not second.any()
 
 
-def test_states_are_written_read_and_cleared_by_block():
-    memory = arena(STATE, PLAIN, STATE)
+@both_orders
+def test_states_are_written_read_and_cleared_by_block(order):
+    memory = arena(STATE, PLAIN, STATE, storage_order=order)
     memory.write_states(2, np.array([4, -1, 0], dtype=np.int32), states(3))
     assert alike(memory.read_states(2, torch.tensor([4, 0])), [state[[0, 2]] for state in states(3)])
     assert not any(state.any() for state in memory.states(0))
@@ -538,9 +548,13 @@ def test_clearing_checks_its_blocks_first():
         arena().clear_states([0])
 
 
-def test_a_state_is_moved_whole_or_not_at_all():
-    with pytest.raises(ArgumentError, match="copies a part of a state, which is copied whole: num_tokens is 4"):
-        arena(PLAIN, STATE).perform([Move(0, 1, 3, group=1)])
+def test_a_state_is_moved_whole():
+    memory = arena(PLAIN, STATE)
+    numbered(memory)
+    memory.perform([Move(0, 1, 3, group=1)])
+    assert all(torch.equal(state[0], state[1]) for state in memory.states(1))
+    with pytest.raises(ArgumentError, match="copies single tokens, but group 1 keeps states"):
+        memory.perform([Move(0, 1, 1, group=1, source_offset=1)])
 
 
 def test_states_and_kv_are_told_apart():

@@ -64,6 +64,23 @@ def test_batches_give_what_the_moves_give_one_by_one(pool_of):
         assert found == expected, moves
 
 
+def test_equal_ids_of_two_tiers_are_two_blocks_and_copies_are_made_by_direction():
+    down, up = {"destination_tier": "host"}, {"source_tier": "host"}
+    moves = [Move(0, 1, 4, **down), Move(1, 0, 4, **up), Move(2, 3, 4, **down)]
+    found = [(c.source_tier, c.destination_tier, c.sources, c.destinations) for c in batched(moves, [0, 1], BLOCK_SIZE)]
+    assert found == [("device", "host", [0], [1]), ("host", "device", [1], [0]), ("device", "host", [2], [3])]
+    apart = [Move(0, 1, 4, **down), Move(1, 2, 4), Move(3, 4, 4, **down)]
+    assert batches(apart) == [(0, 4, [0, 3], [1, 4]), (0, 4, [1], [2])]
+
+
+def test_pools_may_be_shared_on_one_tier_and_not_on_the_other():
+    moves = [Move(0, 1, 4, destination_tier="host"), Move(1, 3, 4, group=1, source_tier="host")]
+    moves += [Move(2, 5, 4, destination_tier="host")]
+    for host, sources in (([0, 1], [[0, 2], [1]]), ([0, 0], [[0], [1], [2]])):
+        pools = {"device": [0, 0], "host": host}
+        assert [copies.sources for copies in batched(moves, pools, BLOCK_SIZE)] == sources
+
+
 def random_moves(random):
     moves = []
     for _ in range(random.randrange(2, 9)):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from math import prod
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from kvist.config import AttentionSpec, CacheConfig, LayerSpec, StateSpec
+from kvist.config import CacheConfig
+from kvist.memory.layout import BlockLayout, Plane, layouts, owner_of
+from kvist.memory.quantisation import Encoding
 from kvist.memory.storage import KVStorage, LayerStorage, StateStorage
 
-__all__ = ["allocate", "owner_of"]
+__all__ = ["allocate"]
 
-# Planes that lie side by side in a block begin at multiples of this, as the widest loads of kernels want.
-_ALIGNMENT = 16
-
-_Plane = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of what one tensor of a layer keeps in a block."""
+_Layers = list[list[Plane]]
+"""The planes of each layer of one group."""
 
 
 def allocate(config: CacheConfig, device: torch.device) -> list[LayerStorage]:
@@ -25,81 +24,61 @@ def allocate(config: CacheConfig, device: torch.device) -> list[LayerStorage]:
 
     It is all zeros, not whatever was there: a kernel that reads padding and multiplies it by 0 must not meet a NaN.
     """
-    tensors: dict[int, list[Tensor]] = {}
+    stored: dict[int, LayerStorage] = {}
     for pool, num_blocks in enumerate(config.pool_num_blocks):
-        groups = [
-            {index: _planes(config, index) for index in group.layers if owner_of(config, index) == index}
-            for group, its_pool in zip(config.groups, config.pool_of, strict=True)
-            if its_pool == pool
-        ]
-        tensors |= _allocate_pool(groups, num_blocks, device)
-    stored = {index: _storage(config.layers[index], planes) for index, planes in tensors.items()}
-    return [stored[owner_of(config, index)] for index in range(len(config.layers))]
+        members = [layout for layout in layouts(config) if config.pool_of[layout.group] == pool]
+        tensors = _allocate_pool(members, num_blocks, device, config.storage_order == "block_major")
+        for layer, planes in (pair for layout in members for pair in _by_layer(layout)):
+            stored[layer] = _storage(planes, [tensors[layer, plane.name] for plane in planes])
+    return [stored[owner_of(config, layer)] for layer in range(len(config.layers))]
 
 
-def owner_of(config: CacheConfig, layer: int) -> int:
-    """Return the layer whose cache this one reads: that which it shares, or its own.
-
-    >>> config = CacheConfig([AttentionSpec(1, 8), AttentionSpec(1, 8, shares_layer=0)], num_blocks=4)
-    >>> [owner_of(config, layer) for layer in (0, 1)]
-    [0, 0]
-    """
-    spec = config.layers[layer]
-    donor = spec.shares_layer if isinstance(spec, AttentionSpec) else None
-    return layer if donor is None else donor
+def _by_layer(layout: BlockLayout) -> list[tuple[int, list[Plane]]]:
+    return [(layer, list(planes)) for layer, planes in groupby(layout.planes, key=lambda plane: plane.layer)]
 
 
-def _planes(config: CacheConfig, layer: int) -> list[_Plane]:
-    spec = config.layers[layer]
-    if isinstance(spec, StateSpec):
-        return [(getattr(torch, dtype), tuple(shape)) for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)]
-    value_dim = spec.head_dim if spec.value_head_dim is None else spec.value_head_dim
-    dims = (spec.head_dim, value_dim) if value_dim else (spec.head_dim,)
-    return [(getattr(torch, spec.dtype), (config.block_size, spec.num_kv_heads, dim)) for dim in dims]
-
-
-def _storage(spec: LayerSpec, planes: list[Tensor]) -> LayerStorage:
-    return StateStorage(tuple(planes)) if isinstance(spec, StateSpec) else KVStorage(*planes)
+def _storage(planes: list[Plane], tensors: list[Tensor]) -> LayerStorage:
+    if planes[0].name == "keys":
+        return KVStorage(tensors, [Encoding.of(plane) for plane in planes])
+    return StateStorage(tensors)
 
 
 def _allocate_pool(
-    groups: list[dict[int, list[_Plane]]], num_blocks: int, device: torch.device
-) -> dict[int, list[Tensor]]:
-    """Make the tensors `[num_blocks, *shape]` of the layers, in groups, that take their blocks from one pool.
+    members: Sequence[BlockLayout], num_blocks: int, device: torch.device, block_major: bool
+) -> dict[tuple[int, str], Tensor]:
+    """Make the tensors `[num_blocks, *shape]`, by layer and name, of the groups that take their blocks from one pool.
 
     A block is one group's at a time, so its bytes may be those that another group would use. Layers of equal sizes are
-    paired, so that each layer lies in one piece. Where only the sums of the groups agree, a block lies in one piece
-    instead, and between a layer's blocks lie those of the other layers: no view of it is contiguous, but the pool is no
-    larger, alignment aside.
+    paired, so that each layer lies in one piece. Where only the sums of the groups agree, or block-major storage is
+    asked for, a block lies in one piece instead, and between a layer's blocks lie those of the other layers: no view of
+    it is contiguous, but the pool is no larger, alignment aside.
     """
-    ranked = [sorted(group.items(), key=lambda item: _sizes(item[1])) for group in groups]
-    if all([_sizes(planes) for _, planes in group] == [_sizes(planes) for _, planes in ranked[0]] for group in ranked):
-        return _layer_major(ranked, num_blocks, device)
-    return _block_major(ranked, num_blocks, device)
+    ranked = [sorted((planes for _, planes in _by_layer(layout)), key=_sizes) for layout in members]
+    if block_major or any([*map(_sizes, group)] != [*map(_sizes, ranked[0])] for group in ranked):
+        return _block_major(members, num_blocks, device)
+    return _layer_major(ranked, num_blocks, device)
 
 
-def _layer_major(
-    groups: list[list[tuple[int, list[_Plane]]]], num_blocks: int, device: torch.device
-) -> dict[int, list[Tensor]]:
+def _layer_major(ranked: list[_Layers], num_blocks: int, device: torch.device) -> dict[tuple[int, str], Tensor]:
     tensors = {}
-    for alike in zip(*groups, strict=True):
-        columns = _columns(_sizes(alike[0][1]), num_blocks, device)
-        for layer, planes in alike:
-            tensors[layer] = [_typed(column, plane) for column, plane in zip(columns, planes, strict=True)]
+    for alike in zip(*ranked, strict=True):
+        columns = _columns(_sizes(alike[0]), num_blocks, device)
+        for planes in alike:
+            for column, plane in zip(columns, planes, strict=True):
+                tensors[plane.layer, plane.name] = _typed(column, plane)
     return tensors
 
 
 def _block_major(
-    groups: list[list[tuple[int, list[_Plane]]]], num_blocks: int, device: torch.device
-) -> dict[int, list[Tensor]]:
-    starts = [_starts([size for _, planes in group for size in _sizes(planes)]) for group in groups]
-    slab = torch.zeros((num_blocks, max(ends[-1] for ends in starts)), dtype=torch.uint8, device=device)
-    tensors = {}
-    for group, offsets in zip(groups, map(iter, starts), strict=True):
-        for layer, planes in group:
-            columns = [slab.narrow(1, next(offsets), size) for size in _sizes(planes)]
-            tensors[layer] = [_typed(column, plane) for column, plane in zip(columns, planes, strict=True)]
-    return tensors
+    members: Sequence[BlockLayout], num_blocks: int, device: torch.device
+) -> dict[tuple[int, str], Tensor]:
+    row_bytes = max(layout.num_bytes for layout in members)
+    slab = torch.zeros((num_blocks, row_bytes), dtype=torch.uint8, device=device)
+    return {
+        (plane.layer, plane.name): _typed(slab.narrow(1, plane.offset, plane.num_bytes), plane)
+        for layout in members
+        for plane in layout.planes
+    }
 
 
 def _columns(sizes: list[int], num_blocks: int, device: torch.device) -> list[Tensor]:
@@ -110,20 +89,10 @@ def _columns(sizes: list[int], num_blocks: int, device: torch.device) -> list[Te
     return [together[index] for index in range(len(sizes))]
 
 
-def _starts(sizes: list[int]) -> list[int]:
-    """Return where in a block each plane begins, and where the last ends.
-
-    >>> _starts([100, 32, 6])
-    [0, 112, 144, 160]
-    """
-    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+def _sizes(planes: list[Plane]) -> list[int]:
+    return [plane.num_bytes for plane in planes]
 
 
-def _sizes(planes: list[_Plane]) -> list[int]:
-    return [prod(shape) * dtype.itemsize for dtype, shape in planes]
-
-
-def _typed(column: Tensor, plane: _Plane) -> Tensor:
-    dtype, shape = plane
-    typed: Tensor = column.view(dtype).unflatten(1, shape)
+def _typed(column: Tensor, plane: Plane) -> Tensor:
+    typed: Tensor = column.view(Encoding.of(plane).stored_dtype).unflatten(1, plane.stored_shape)
     return typed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor
 
 from kvist.config import CacheConfig
-from kvist.core.moves import Move
+from kvist.core.lower import DEVICE, HOST
+from kvist.core.moves import BlockMoves, Move
 from kvist.errors import ArgumentError, LayoutError
-from kvist.memory.allocation import allocate, owner_of
-from kvist.memory.copies import batched
-from kvist.memory.rows import store
+from kvist.memory.allocation import allocate
+from kvist.memory.host import host_planes
+from kvist.memory.layout import BlockLayout, layouts, owner_of
+from kvist.memory.rows import BlockBytes, store
 from kvist.memory.storage import KVStorage, LayerStorage, StateStorage
+from kvist.memory.transfers import Copier, CpuDevice, CudaDevice, TransferManager
+from kvist.memory.views import KVViews
 
 IntArray = npt.NDArray[np.integer] | Tensor
 Blocks = IntArray | Sequence[int]
@@ -27,8 +32,10 @@ class TorchMemory:
     """K and V of every block, layer by layer, and the states of recurrent layers, on one torch device.
 
     Each attention layer has one contiguous tensor `[2, num_blocks, block_size, num_kv_heads, head_dim]` of its own
-    dtype, K before V; `num_blocks` is that of its group. A layer that keeps keys only has no values, and one that
-    shares another layer's cache shows that layer's. All starts as zeros. Moves run in the order given; on CUDA they run
+    dtype, K before V; `num_blocks` is that of its group. With `storage_order="block_major"` a block of a group is one
+    row of bytes instead, as its `BlockLayout` says, and the layers are strided views of the rows. Two elements of 4
+    bits lie in one of uint8, so `head_dim` is halved. A layer that keeps keys only has no values, and one that shares
+    another layer's cache shows that layer's. All starts as zeros. Moves run in the order given; on CUDA they run
     on a stream of their own, and what writes and reads here makes the current stream wait for them. Whoever hands `kv`,
     `keys`, `values` or `states` to a kernel calls `sync` before it.
 
@@ -48,17 +55,18 @@ class TorchMemory:
         self._pool_of = config.pool_of
         self._kinds = [group.kind for group in config.groups]
         self._members = [[layer for layer in group.layers if self._owners[layer] == layer] for group in config.groups]
-        self._moves_stream: torch.cuda.Stream | None = None
-        self._moves_done: torch.cuda.Event | None = None
-        if self.device.type == "cuda":
-            self._open_stream()
-
-    def _open_stream(self) -> None:
-        self._moves_stream = torch.cuda.Stream(self.device)
-        # The zeros were written on the current stream, and the storage must outlive copies that are still under way.
-        self._moves_stream.wait_stream(torch.cuda.current_stream(self.device))
-        for plane in self._planes():
-            plane.record_stream(self._moves_stream)
+        self._bytes = [
+            BlockBytes(layout, [plane for layer in members for plane in self._layers[layer].planes])
+            for layout, members in zip(layouts(config), self._members, strict=True)
+        ]
+        self._copier = Copier()
+        self._host = host_planes(config, self.layouts, is_pinned=self.device.type == "cuda")
+        self._transfers = TransferManager(
+            CudaDevice(self.device) if self.device.type == "cuda" else CpuDevice(self._copier),
+            self.layouts,
+            {DEVICE: [held.planes for held in self._bytes]} | ({HOST: self._host} if self._host else {}),
+            {DEVICE: self._pool_of, HOST: self._pool_of},
+        )
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -78,15 +86,7 @@ class TorchMemory:
 
         Raises `LayoutError` where the layer has no values or they differ in size from its keys, and for states.
         """
-        storage = self._attention(layer)
-        pool = storage.pool
-        if pool is None:
-            values = 0 if storage.values is None else storage.values.shape[-1]
-            raise LayoutError(
-                f"layer {layer} has keys of {storage.keys.shape[-1]} and values of {values} elements a head, "
-                f"so no single tensor holds both; use keys(layer){' and values(layer)' if values else ''}"
-            )
-        return pool
+        return self.views(layer).pool()
 
     def keys(self, layer: int) -> Tensor:
         """Return a layer's keys, `[num_blocks, block_size, num_kv_heads, head_dim]`, as a view."""
@@ -97,14 +97,19 @@ class TorchMemory:
 
         Raises `LayoutError` where the layer keeps keys only.
         """
-        values = self._attention(layer).values
-        if values is None:
-            raise LayoutError(f"layer {layer} keeps keys only, there are no values; use keys(layer)")
-        return values
+        return self.views(layer).values()
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """Return a recurrent layer's states, `[num_blocks, *shape]` for each of its shapes, as views."""
         return self._recurrent(layer).planes
+
+    def views(self, layer: int) -> KVViews:
+        """Return a layer's K and V in the shapes that kernels read, all of them views.
+
+        Raises `LayoutError` for states.
+        """
+        storage = self._attention(layer)
+        return KVViews(storage.keys, storage.values, f"layer {layer}")
 
     # ---- K and V ----------------------------------------------------------------------------------------------------
 
@@ -112,9 +117,10 @@ class TorchMemory:
         """Store K and V of T tokens in their slots; tokens whose slot is negative are skipped.
 
         `keys` is `[T, num_kv_heads, head_dim]`, `values` `[T, num_kv_heads, value_head_dim]` or, for a layer that keeps
-        keys only, None; `slot_mapping` int64 `[T]`. Slots on the host are checked before anything is written. Slots on
-        an accelerator are not looked at, since the host would have to wait for them; one out of range trips the
-        device's own assertion.
+        keys only, None; `slot_mapping` int64 `[T]`. Both are as the layer stores them; layers of 8 and 4 bits also take
+        floats of 16 and 32 bits and quantise them (see `Encoding`). Slots on the host are checked before anything is
+        written. Slots on an accelerator are not looked at, since the host would have to wait for them; one out of range
+        trips the device's own assertion.
 
         Raises `LayoutError` for tensors that do not fit the layer, and for a layer that shares another one's cache;
         `ArgumentError` for a slot outside the arena.
@@ -134,27 +140,33 @@ class TorchMemory:
         if storage.values is not None:
             new[f"values of layer {layer}"] = values
         self.sync()
-        store(storage.tokens, slots, new, "slot")
+        store(storage.tokens, slots, storage.encoded(new), "slot")
 
-    def read(self, layer: int, slot_mapping: IntArray) -> tuple[Tensor, Tensor | None]:
+    def read(
+        self, layer: int, slot_mapping: IntArray, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Copy K and V of single tokens out of their slots, ints `[T]`; slots outside the arena: the nearest one.
 
+        They come as they are stored, or, with `dtype`, as numbers of these floats: quantised ones times their scale.
         Returns keys `[T, num_kv_heads, head_dim]` and values `[T, num_kv_heads, value_head_dim]`, None where the layer
         keeps keys only.
         """
         storage = self._attention(layer)
         slots = self._index(_as_tensor(slot_mapping), storage.keys.shape[0] * self.block_size)
         self.sync()
-        return _pair([rows.read(slots) for rows in storage.tokens])
+        return storage.decoded([rows.read(slots) for rows in storage.tokens], dtype)
 
-    def gather(self, layer: int, block_table: IntArray, max_len: int) -> tuple[Tensor, Tensor | None]:
+    def gather(
+        self, layer: int, block_table: IntArray, max_len: int, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Copy the first `max_len` token positions of each row of a block table out of the arena.
 
         `block_table` is `[B, M]` with `M * block_size >= max_len`. Its columns may be any blocks of the layer's group:
         all of a sequence, or, where the first ones are out of a window's span, only those that are held. Its padding
         may be any number: ids outside the arena are read as its nearest block, so positions past a row's own length
-        hold other tokens' contents and must be masked. Returns keys `[B, max_len, num_kv_heads, head_dim]` and values
-        `[B, max_len, num_kv_heads, value_head_dim]`, None where the layer keeps keys only.
+        hold other tokens' contents and must be masked. `dtype` is as for `read`. Returns keys
+        `[B, max_len, num_kv_heads, head_dim]` and values `[B, max_len, num_kv_heads, value_head_dim]`, None where the
+        layer keeps keys only.
 
         Raises `LayoutError` when the table is not two-dimensional, `ArgumentError` when it is too narrow.
         """
@@ -172,9 +184,8 @@ class TorchMemory:
         self.sync()
         # Whole blocks at once: many times faster on CPU than token rows.
         planes = [rows.read(blocks) for rows in storage.blocks]
-        return _pair(
-            [plane.view(len(table), width * self.block_size, *plane.shape[2:])[:, :max_len] for plane in planes]
-        )
+        shown = [plane.view(len(table), width * self.block_size, *plane.shape[2:])[:, :max_len] for plane in planes]
+        return storage.decoded(shown, dtype)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -216,59 +227,103 @@ class TorchMemory:
             zeros = [plane.new_zeros(()).expand(len(index), *plane.shape[1:]) for plane in storage.planes]
             store(storage.blocks, index, _named(layer, zeros), "block")
 
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def layouts(self) -> list[BlockLayout]:
+        """For each group, which bytes of a block are whose."""
+        return [held.layout for held in self._bytes]
+
+    def plane_bytes(self, group: int) -> list[Tensor]:
+        """Return a group's planes in the order of its layout, uint8 `[num_blocks, plane bytes]` each, as views.
+
+        Each row is in one piece; in block-major storage rows lie as far apart as blocks.
+        """
+        return list(self._of_group(group).planes)
+
+    def block_rows(self, group: int) -> Tensor:
+        """Return a group's blocks as bytes, uint8 `[num_blocks, layouts[group].num_bytes]`, as a view.
+
+        Raises `LayoutError` where the layers of a block do not follow one another.
+        """
+        rows = self._of_group(group).whole
+        if rows is None:
+            raise LayoutError(
+                f"the layers of group {group} lie apart: a block is in one piece with storage_order='block_major'; "
+                "use plane_bytes(group)"
+            )
+        return rows
+
+    def block_format(self) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
+        """Return the bytes of a block of each group as `read_blocks` gives them, and what they are, by layer."""
+        planes = [plane for layout in self.layouts for plane in layout.describe()["planes"]]
+        return tuple(layout.num_bytes for layout in self.layouts), tuple(planes)
+
+    def read_blocks(self, group: int, blocks: Blocks, tier: str = DEVICE) -> Tensor:
+        """Copy blocks, ints `[n]`, out as bytes: uint8 `[n, layouts[group].num_bytes]`, contiguous, on the host.
+
+        Bytes between planes are zeros. Waits for the device. Raises `ArgumentError` for a block outside the tier.
+        """
+        held = self._of_group(group)
+        if tier == HOST:
+            return self._read_host(group, _as_blocks(blocks))
+        index = held.checked(_as_blocks(blocks))
+        self.sync()
+        if self.device.type != "cpu":
+            return held.read(index).cpu()
+        rows = torch.zeros((len(index), held.layout.num_bytes), dtype=torch.uint8)
+        self._copier.gather(list(held.planes), held.layout, index.numpy(), rows)
+        return rows
+
+    def _read_host(self, group: int, index: Tensor) -> Tensor:
+        layout = self.layouts[group]
+        if not self._host or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self._host[group][0])):
+            raise ArgumentError(f"host memory has no blocks {index.tolist()} of group {group}")
+        self._transfers.wait_for(HOST, group, index.numpy())
+        rows = torch.zeros((len(index), layout.num_bytes), dtype=torch.uint8)
+        self._copier.gather(self._host[group], layout, index.numpy(), rows)
+        return rows
+
+    def write_blocks(self, group: int, blocks: Blocks, rows: Tensor | npt.NDArray[np.uint8]) -> None:
+        """Fill blocks, ints `[n]`, all different, from bytes as `read_blocks` returns them, on any device.
+
+        Raises `LayoutError` for bytes that do not fit, `ArgumentError` for a block outside the arena or named twice;
+        nothing is written then.
+        """
+        held = self._of_group(group)
+        index = held.checked(_as_blocks(blocks))
+        given = torch.as_tensor(rows)
+        held.check_rows(index, given)
+        self.sync()
+        is_apart = held.layout.is_dense or held.whole is None  # else what lies between planes would be written, too
+        if is_apart and self.device.type == "cpu" and given.device.type == "cpu":
+            self._copier.scatter(given, list(held.planes), held.layout, index.numpy())
+        else:
+            held.write(index, given)
+
+    def _of_group(self, group: int) -> BlockBytes:
+        if not 0 <= group < len(self._bytes):
+            raise ArgumentError(f"group must be in [0, {len(self._bytes)}), got {group}")
+        return self._bytes[group]
+
     # ---- moves ------------------------------------------------------------------------------------------------------
 
-    def perform(self, moves: Sequence[Move]) -> None:
-        """Copy `num_tokens` token rows of each source block into its destination, in all layers of its group, in order.
+    takes_block_moves = True
+    """`perform` takes copies of many blocks as one order."""
 
-        Of a state group whole states are copied. Returns without waiting on CUDA. Raises `ArgumentError`, before
-        anything is copied, for a move that names another tier, group, block or token than this arena has.
+    def perform(self, moves: Sequence[Move | BlockMoves]) -> None:
+        """Copy the first `num_tokens` of each source block into its destination, in all layers of a group, in order.
+
+        Between the device and, where the configuration has a tier there, host memory. Of states, and of blocks with
+        numbers of 4 bits, all is copied. Returns without waiting on CUDA. Raises `ArgumentError`, before anything is
+        copied, for a move that names a tier, group, block or token that is not here, and `TransferError` for copies
+        that failed.
         """
-        for move in moves:
-            self._check_move(move)
-        if self._moves_stream is None:
-            self._copy(moves)
-        elif moves:
-            self._moves_stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._moves_stream):
-                self._copy(moves)
-                self._moves_done = self._moves_stream.record_event()
+        self._transfers.perform(moves)
 
     def sync(self) -> None:
         """Make the current stream wait for the moves made so far; the host does not wait. Does nothing on CPU."""
-        if self._moves_done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._moves_done)
-            self._moves_done = None
-
-    def _copy(self, moves: Sequence[Move]) -> None:
-        for copies in batched(moves, self._pool_of, self.block_size):
-            pairs = torch.tensor([copies.sources, copies.destinations], dtype=torch.int64)
-            if self.device.type == "cuda":
-                pairs = pairs.pin_memory()
-            sources, destinations = pairs.to(self.device, non_blocking=True)
-            for layer in self._members[copies.group]:
-                self._layers[layer].copy(sources, destinations, copies.num_tokens)
-
-    def _check_move(self, move: Move) -> None:
-        num_groups, block_size = len(self.group_num_blocks), self.block_size
-        if (move.source_tier, move.destination_tier) != ("device", "device") or not 0 <= move.group < num_groups:
-            held = "group 0" if num_groups == 1 else f"groups 0 to {num_groups - 1}"
-            raise ArgumentError(f"{move} leaves this arena, which holds {held} of the device tier")
-        num_blocks = self.group_num_blocks[move.group]
-        for block in (move.source, move.destination):
-            if not 0 <= block < num_blocks:
-                raise ArgumentError(
-                    f"{move} names block {block}, but group {move.group} has blocks 0 to {num_blocks - 1}"
-                )
-        offsets = move.source_offset, move.destination_offset
-        if min(*offsets, move.num_tokens) < 0 or max(offsets) + move.num_tokens > block_size:
-            raise ArgumentError(
-                f"{move} copies {move.num_tokens} tokens from {offsets[0]} to {offsets[1]} of a block of {block_size}"
-            )
-        if self._kinds[move.group] == "state" and move.num_tokens != block_size:
-            raise ArgumentError(f"{move} copies a part of a state, which is copied whole: num_tokens is {block_size}")
-
-    # ---- rows -------------------------------------------------------------------------------------------------------
+        self._transfers.sync()
 
     def _planes(self) -> list[Tensor]:
         return [plane for members in self._members for layer in members for plane in self._layers[layer].planes]
@@ -311,7 +366,3 @@ def _as_blocks(blocks: Blocks) -> Tensor:
 
 def _named(layer: int, states: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"state {number} of layer {layer}": state for number, state in enumerate(states)}
-
-
-def _pair(planes: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    return planes[0], planes[1] if len(planes) == 2 else None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvist.core.moves import Move
 
 __all__ = ["Copies", "batched"]
 
-_Block = tuple[int, int]
-"""A block's pool and its id there."""
+_Block = tuple[str, int, int]
+"""A block's tier, its pool there, and its id in that."""
+_Kind = tuple[int, int | None, str, str]
+"""What copies that are made together have in common: group, tokens, tiers."""
 
 
 @dataclass(slots=True)
 class Copies:
-    """Copies of one group, all read before any is written.
+    """Copies of one group from a tier to another, or within it, all read before any is written.
 
     They are of the first `num_tokens` rows of blocks, which are given by id; or, where that is None, of single rows,
     given by slot.
@@ -23,6 +25,8 @@ class Copies:
 
     group: int
     num_tokens: int | None
+    source_tier: str = "device"
+    destination_tier: str = "device"
     sources: list[int] = field(default_factory=list)
     destinations: list[int] = field(default_factory=list)
 
@@ -41,8 +45,8 @@ class Copies:
 class _Batch:
     """Copies that may be made one after the other in any case, and which rows they read and write."""
 
-    def __init__(self, pool_of: Sequence[int], block_size: int) -> None:
-        self.copies: dict[tuple[int, int | None], Copies] = {}
+    def __init__(self, pool_of: Sequence[int] | Mapping[str, Sequence[int]], block_size: int) -> None:
+        self.copies: dict[_Kind, Copies] = {}
         self._pool_of = pool_of
         self._block_size = block_size
         self._read: dict[_Block, list[tuple[range, Copies]]] = {}
@@ -54,10 +58,11 @@ class _Batch:
         It has to where it reads or writes rows that are written here, and where it writes rows that are read here,
         other than by the copies that it would be made with: those read first.
         """
-        kind = move.group, None if move.source_offset or move.destination_offset else move.num_tokens
+        num_tokens = None if move.source_offset or move.destination_offset else move.num_tokens
+        kind = move.group, num_tokens, move.source_tier, move.destination_tier
         copies = self.copies.get(kind) or Copies(*kind)
-        pool = self._pool_of[move.group]
-        source, destination = (pool, move.source), (pool, move.destination)
+        source = self._block(move.source_tier, move.group, move.source)
+        destination = self._block(move.destination_tier, move.group, move.destination)
         reads = range(move.source_offset, move.source_offset + move.num_tokens)
         writes = range(move.destination_offset, move.destination_offset + move.num_tokens)
         if (
@@ -72,9 +77,17 @@ class _Batch:
         self._written.setdefault(destination, []).append((writes, copies))
         return True
 
+    def _block(self, tier: str, group: int, block: int) -> _Block:
+        pools = self._pool_of[tier] if isinstance(self._pool_of, Mapping) else self._pool_of
+        return tier, pools[group], block
 
-def batched(moves: Sequence[Move], pool_of: Sequence[int], block_size: int) -> Iterator[Copies]:
-    """Yield copies that give, one after the other, what the moves give one by one; `pool_of` is by group.
+
+def batched(
+    moves: Sequence[Move], pool_of: Sequence[int] | Mapping[str, Sequence[int]], block_size: int
+) -> Iterator[Copies]:
+    """Yield copies that give, one after the other, what the moves give one by one.
+
+    `pool_of` is by group, or by tier and group where tiers differ in it. Equal ids of two tiers are two blocks.
 
     Accepted drafts of a tree move forward past each other, and yet they are one batch:
 

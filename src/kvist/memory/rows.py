@@ -1,4 +1,4 @@
-"""Rows of a tensor, read and written by index: tokens by slot, blocks and states by block id."""
+"""Rows read and written by index: tokens by slot, blocks and states by block id, the bytes of whole blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvist.errors import ArgumentError, LayoutError
+from kvist.memory.layout import BlockLayout
 
-__all__ = ["Rows", "ScatteredRows", "store"]
+__all__ = ["BlockBytes", "Rows", "ScatteredRows", "store"]
 
 
 class Rows:
@@ -72,6 +73,67 @@ class ScatteredRows(Rows):
     def write(self, index: Tensor, rows: Tensor) -> None:
         """Write `rows` `[n, *row_shape]` at slots `index` int64 `[n]`."""
         self._bits[index // self._block_size, index % self._block_size] = _bits(rows)
+
+
+class BlockBytes:
+    """The blocks of one group as bytes: `planes` are uint8 `[num_blocks, plane bytes]`, in the order of the layout.
+
+    `whole` is uint8 `[num_blocks, layout.num_bytes]` where the layers of a block follow one another, None elsewhere.
+    """
+
+    def __init__(self, layout: BlockLayout, planes: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self.planes = [plane.flatten(1).view(torch.uint8) for plane in planes]
+        self.whole = self._joined()
+        self._pieces = [(0, self.whole)] if self.whole is not None and layout.is_dense else self._apart()
+
+    def checked(self, blocks: Tensor) -> Tensor:
+        """Return ids int64 `[n]` on the host; raises `ArgumentError` for one that the group has not."""
+        index, num_blocks = blocks.cpu(), len(self.planes[0])
+        outside = index[(index < 0) | (index >= num_blocks)]
+        if len(outside):
+            group = self.layout.group
+            raise ArgumentError(f"block {int(outside[0])} is outside group {group} of blocks 0 to {num_blocks - 1}")
+        return index
+
+    def check_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Raise `LayoutError` for rows that are not of `index` int64 `[n]`, `ArgumentError` where that repeats one."""
+        expected = (len(index), self.layout.num_bytes)
+        if rows.dtype != torch.uint8 or rows.shape != expected:
+            raise LayoutError(f"rows must be torch.uint8 {list(expected)}, got {rows.dtype} {list(rows.shape)}")
+        if len(index.unique()) != len(index):
+            raise ArgumentError(f"blocks {index.tolist()} must be all different")
+
+    def read(self, index: Tensor) -> Tensor:
+        """Copy blocks `index` int64 `[n]` out, uint8 `[n, layout.num_bytes]`; between planes are zeros."""
+        index = index.to(self.planes[0].device)
+        first = self._pieces[0][1]
+        if first.shape[1] == self.layout.num_bytes:
+            return first.index_select(0, index)
+        rows = torch.zeros((len(index), self.layout.num_bytes), dtype=torch.uint8, device=index.device)
+        for offset, piece in self._pieces:
+            rows[:, offset : offset + piece.shape[1]] = piece.index_select(0, index)
+        return rows
+
+    def write(self, index: Tensor, rows: Tensor) -> None:
+        """Write `rows`, uint8 `[n, layout.num_bytes]`, to blocks `index` int64 `[n]`, all different."""
+        device = self.planes[0].device
+        index, rows = index.to(device), rows.to(device)
+        for offset, piece in self._pieces:
+            piece.index_copy_(0, index, rows[:, offset : offset + piece.shape[1]])
+
+    def _apart(self) -> list[tuple[int, Tensor]]:
+        return list(zip(self.layout.offsets, self.planes, strict=True))
+
+    def _joined(self) -> Tensor | None:
+        first, num_bytes = self.planes[0], self.layout.num_bytes
+        is_whole = first.stride(0) >= num_bytes and all(
+            plane.data_ptr() == first.data_ptr() + offset and plane.stride(0) == first.stride(0)
+            for offset, plane in self._apart()
+        )
+        if not is_whole:
+            return None
+        return first.as_strided((len(first), num_bytes), first.stride(), first.storage_offset())
 
 
 def store(targets: Sequence[Rows], index: Tensor, new: Mapping[str, Tensor | None], unit: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvist.config import DTYPE_BYTES, AttentionSpec, CacheConfig, GroupSpec, Kind
+from kvist.config import AttentionSpec, CacheConfig, GroupSpec, Kind, dtype_bytes
 from kvist.planning.loads import Load, as_load, ceil_div, check_count
 from kvist.planning.rings import ring_of
 
@@ -79,7 +79,7 @@ def _layer_bytes(config: CacheConfig, index: int, group: int) -> LayerBytes:
     layer = config.layers[index]
     keys = 0
     if isinstance(layer, AttentionSpec) and layer.shares_layer is None:
-        keys = layer.num_kv_heads * layer.head_dim * DTYPE_BYTES[layer.dtype]
+        keys = layer.num_kv_heads * dtype_bytes(layer.dtype, layer.head_dim)
     return LayerBytes(index, group, config.groups[group].kind, keys, layer.token_bytes - keys, layer.state_bytes)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvist.config import DTYPE_BYTES, AttentionSpec, LayerSpec, StateSpec
+from kvist.config import DTYPES, PACKED_DTYPES, AttentionSpec, LayerSpec, StateSpec
 from kvist.errors import ConfigError
 
 __all__ = ["layers_of_model"]
@@ -39,19 +39,20 @@ _UNREADABLE = {
 def layers_of_model(model_config: Settings, *, dtype: str | None = None) -> list[LayerSpec]:
     """Return what the layers of a decoder keep, by the contents of its config.json.
 
-    `dtype` is that of K and V, the model's own where None, or "bfloat16". Latent attention (MLA) keeps one latent of
-    each token for all heads. A layer with attention and a recurrent state becomes two. Raises `ConfigError` for what
-    cannot be read.
+    `dtype` is that of K and V, the model's own where None, or "bfloat16"; states are not packed two to a byte. Latent
+    attention (MLA) keeps one latent of each token for all heads. A layer with attention and a recurrent state becomes
+    two. Raises `ConfigError` for what cannot be read.
 
     >>> shape = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     >>> [layer.sliding_window for layer in layers_of_model(shape | {"sliding_window": 512})]
     [512, 512]
     """
     settings = model_config.get("text_config") or model_config
-    known = dtype or _dtype(settings) or _dtype(model_config) or "bfloat16"
+    of_model = _dtype(settings) or _dtype(model_config) or "bfloat16"
+    known = dtype or of_model
     problems = list(_problems(settings))
-    if known not in DTYPE_BYTES:
-        problems.append(f"dtype is {known!r}, must be one of {', '.join(DTYPE_BYTES)}")
+    if known not in DTYPES:
+        problems.append(f"dtype is {known!r}, must be one of {', '.join(DTYPES)}")
     if problems:
         raise ConfigError(problems)
     kinds = [_KINDS[name] for name in _layer_types(settings)]
@@ -69,7 +70,7 @@ def layers_of_model(model_config: Settings, *, dtype: str | None = None) -> list
                 keepers[kind] = len(layers)
             layers.append(attention)
         if kind in ("state", "hybrid"):
-            layers.append(_state(own, known))
+            layers.append(_state(own, of_model if known in PACKED_DTYPES else known))
     return layers
 
 
