@@ -24,7 +24,7 @@ class Layer:
     forbidden: frozenset[str] = frozenset()  # of the standard library
 
 
-VALUES = {"errors", "config"}
+VALUES = {"errors", "sizes", "tier_config", "config"}
 # What would make a decision depend on more than its arguments.
 IMPURE = frozenset(
     {"asyncio", "concurrent", "datetime", "io", "multiprocessing", "os", "pathlib", "random", "secrets", "shutil"}
@@ -34,15 +34,28 @@ IMPURE = frozenset(
 # The longest name that fits a module decides; "" is the package itself, whose names the upper layers may use.
 LAYERS = {
     "errors": Layer(set(), set(), IMPURE),
-    "config": Layer({"errors"}, set(), IMPURE),
+    "sizes": Layer({"errors"}, set(), IMPURE),
+    "tier_config": Layer({"errors", "sizes"}, set(), IMPURE),
+    "config": Layer({"errors", "sizes", "tier_config"}, set(), IMPURE),
     "core": Layer({"core", *VALUES}, {"numpy"}, IMPURE),
     "memory": Layer({"memory", "core", *VALUES}, {"numpy", "torch"}),
+    "memory.layout": Layer({*VALUES}, set(), IMPURE),
     "memory.tables": Layer({"memory.dialects", "core", *VALUES}, {"numpy"}, IMPURE),
     "memory.dialects": Layer({"core.arguments", *VALUES}, {"numpy"}, IMPURE),
     "planning": Layer({"planning", *VALUES}, set(), IMPURE),
-    "manager": Layer({"core", "memory.tables", *VALUES}, {"numpy"}),
+    "tiers": Layer({"tiers", *VALUES}, {"numpy"}),
+    "tiers.disk": Layer({"tiers", *VALUES}, {"numpy", "xxhash"}),
+    "tiers.valkey": Layer({"tiers", *VALUES}, {"redis"}),
+    "tiers.objects": Layer({"tiers", *VALUES}, {"obstore"}),
+    "storing": Layer({"core", "tiers", *VALUES}, {"numpy"}),
+    "manager": Layer({"core", "memory.tables", "storing", "tiers.protocol", *VALUES}, {"numpy"}),
+    "edge": Layer({"edge", "memory", "core", *VALUES}, {"numpy", "torch"}),
+    "edge.config": Layer({"edge.geometry", *VALUES}, set(), IMPURE),
+    "edge.geometry": Layer(set(), set(), IMPURE),
     "": Layer({"manager", "core", "memory.tables", *VALUES}, {"numpy"}),
-    "testing": Layer({"", "testing", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "hypothesis"}),
+    "testing": Layer(
+        {"", "testing", "tiers", "storing", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "hypothesis"}
+    ),
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),

@@ -4,11 +4,11 @@ from kvist.config import AttentionSpec, CacheConfig, GroupSpec, StateSpec
 from kvist.core.explanation import Explanation, Part
 from kvist.core.forecast import Forecast
 from kvist.core.identity import Media
-from kvist.core.matching import Pin, PrefixMatch
+from kvist.core.matching import Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
-from kvist.core.statistics import GroupStats, Stats
+from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,6 +26,7 @@ from kvist.errors import (
 )
 from kvist.manager import KVCacheManager, Memory
 from kvist.memory.tables import BatchTables
+from kvist.tier_config import DiskTier, HostTier, RemoteTier
 
 __all__ = [
     "ArgumentError",
@@ -34,10 +35,12 @@ __all__ = [
     "BatchTables",
     "CacheConfig",
     "ConfigError",
+    "DiskTier",
     "Explanation",
     "Forecast",
     "GroupSpec",
     "GroupStats",
+    "HostTier",
     "InvariantError",
     "KVCacheManager",
     "KvistError",
@@ -50,13 +53,16 @@ __all__ = [
     "OutOfRows",
     "Part",
     "Pin",
+    "Prefetch",
     "PrefixMatch",
+    "RemoteTier",
     "Retention",
     "Sequence",
     "SequenceError",
     "StaleMatch",
     "StateSpec",
     "Stats",
+    "TierStats",
     "TransferError",
     "WireError",
 ]

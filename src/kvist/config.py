@@ -1,32 +1,33 @@
 """What is to be cached and in how much memory: the settings of one manager, checked all at once."""
 
-import re
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from kvist.errors import ConfigError
+from kvist.sizes import parse_bytes
+from kvist.tier_config import POLICY_NAMES, DiskTier, HostTier, RemoteTier, TierSpec, tier_problems
 
-__all__ = ["DTYPE_BYTES", "AttentionSpec", "CacheConfig", "GroupSpec", "LayerSpec", "StateSpec", "parse_bytes"]
+__all__ = [
+    "DTYPES", "DTYPE_BYTES", "PACKED_DTYPES", "AttentionSpec", "CacheConfig", "GroupSpec", "LayerSpec", "StateSpec",
+    "StorageOrder", "dtype_bytes", "is_quantised", "parse_bytes",
+]  # fmt: skip
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
 """Bytes of one element, by the name torch gives the dtype."""
+PACKED_DTYPES = ("int4", "uint4")
+"""Dtypes of K and V that lie two to a byte, along a head."""
+DTYPES = (*DTYPE_BYTES, *PACKED_DTYPES)
+"""All dtypes of K and V."""
+
+StorageOrder = Literal["layer_major", "block_major"]
+STORAGE_ORDERS: tuple[StorageOrder, ...] = ("layer_major", "block_major")
 
 MAX_BLOCK_IDS = 2**31 - 1
-POLICY_NAMES = ("cost", "fifo", "lfu", "lru", "priority", "s3fifo", "slru")
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class AttentionSpec:
     the last `sliding_window` tokens, itself included, and the first `sink_tokens` of the sequence; what lies in its own
     chunk of `chunk_tokens`; or, with `cross`, the encoder's tokens. A layer that `shares_layer` reads the cache of that
     layer, by index, and keeps none of its own.
+
+    Dtypes of 8 and 4 bits keep each number divided by `k_scale` or `v_scale`; "int4" and "uint4" lie two to a byte
+    along `head_dim`, which is even then.
     """
 
     num_kv_heads: int
@@ -49,6 +53,18 @@ class AttentionSpec:
     cross: bool = False
     chunk_tokens: int | None = None
     shares_layer: int | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Numbers of a head in K and, where V are kept, in V.
+
+        >>> AttentionSpec(1, 512, value_head_dim=64).head_dims, AttentionSpec(1, 576, value_head_dim=0).head_dims
+        ((512, 64), (576,))
+        """
+        value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
+        return (self.head_dim, value_head_dim) if value_head_dim else (self.head_dim,)
 
     @property
     def token_bytes(self) -> int:
@@ -59,8 +75,7 @@ class AttentionSpec:
         """
         if self.shares_layer is not None:
             return 0
-        value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
-        return self.num_kv_heads * (self.head_dim + value_head_dim) * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * sum(dtype_bytes(self.dtype, dim) for dim in self.head_dims)
 
     @property
     def state_bytes(self) -> int:
@@ -77,7 +92,20 @@ class AttentionSpec:
             found.append(f"{name}: cross is {self.cross!r}, must be True or False")
         if self.shares_layer is not None and not _natural(self.shares_layer):
             found.append(f"{name}: shares_layer is {self.shares_layer!r}, must be the index of a layer, or None")
-        return found + self._span_problems(name) + _dtype_problems(name, self.dtype)
+        return found + self._span_problems(name) + self._dtype_problems(name)
+
+    def _dtype_problems(self, name: str) -> list[str]:
+        found = _dtype_problems(name, self.dtype, DTYPES)
+        is_known = not found
+        for field, dim in {"head_dim": self.head_dim, "value_head_dim": self.value_head_dim}.items():
+            if is_known and self.dtype in PACKED_DTYPES and _natural(dim) and dim % 2:
+                found.append(f"{name}: {field} is {dim}, must be even, since {self.dtype} lies two to a byte")
+        for field, scale in {"k_scale": self.k_scale, "v_scale": self.v_scale}.items():
+            if not _positive_number(scale):
+                found.append(f"{name}: {field} is {scale!r}, must be a positive finite number")
+            elif is_known and scale != 1 and not is_quantised(self.dtype):
+                found.append(f"{name}: {field} is {scale!r}, but {self.dtype} is kept as it is, without a scale")
+        return found
 
     def _span_problems(self, name: str) -> list[str]:
         found = [
@@ -134,7 +162,8 @@ class StateSpec:
         each: Any = self.dtype
         if not isinstance(each, str) and (not isinstance(each, Sequence) or len(each) != len(shapes)):
             return [f"{name}: dtype is {each!r}, must be a dtype's name, or one for each of {len(shapes)} shapes"]
-        found = [problem for dtype in dict.fromkeys(self.dtypes) for problem in _dtype_problems(name, dtype)]
+        known = tuple(DTYPE_BYTES)
+        found = [problem for dtype in dict.fromkeys(self.dtypes) for problem in _dtype_problems(name, dtype, known)]
         if self.checkpoint_tokens is not None and not _positive(self.checkpoint_tokens):
             found.append(f"{name}: checkpoint_tokens is {self.checkpoint_tokens!r}, must be a positive int or None")
         return found
@@ -185,6 +214,13 @@ class CacheConfig:
     sort key (the least goes first); what it raises is counted in `Stats.num_policy_failures`. `reuse=False` keeps
     nothing after `free`; `partial_reuse=False` reuses whole blocks only. Pins may hold up to `pin_budget` of a pool.
 
+    `storage_order` says how a memory lays the blocks out: "layer_major", where each layer is one tensor, or
+    "block_major", where all layers of a block follow one another, so that a block moves in one piece.
+
+    `tiers` are slower places that blocks go to, faster ones first: host memory, a directory, a store in the network.
+    What outlives the process or is shared with others is found again by what it depends on: `model` names that besides
+    the tokens, such as a checkpoint and its revision.
+
     >>> CacheConfig([AttentionSpec(8, 128)] * 32, memory="1 GiB").group_num_blocks
     (512,)
     """
@@ -204,6 +240,9 @@ class CacheConfig:
     max_beams: int = 1
     max_chunk_tokens: int | None = None
     pin_budget: float = 1.0
+    tiers: Sequence[TierSpec] = ()
+    model: str = ""
+    storage_order: StorageOrder = "layer_major"
 
     @property
     def block_bytes(self) -> int:
@@ -251,6 +290,33 @@ class CacheConfig:
             sum(self.num_blocks[group] for group in range(len(groups)) if pools[group] == pool)
             for pool in range(max(pools) + 1)
         )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 over all that stored contents depend on besides tokens: model, layers, block size, the groups."""
+        layers = [f"{type(layer).__name__} {layer!r}" for layer in self.layers]
+        groups = [f"{group.kind} {group.layers}" for group in self.groups]
+        told = json.dumps([self.model, self.block_size, layers, groups], separators=(",", ":"))
+        return sha256(told.encode()).digest()
+
+    @property
+    def host(self) -> HostTier | None:
+        """The tier in host memory, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
+
+    @property
+    def stores(self) -> tuple[DiskTier | RemoteTier, ...]:
+        """The tiers that keep blocks by what they hold, faster ones first."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, DiskTier | RemoteTier))
+
+    @property
+    def host_num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each pool of the host tier, in the order of `pool_num_blocks`; empty without one."""
+        tier = self.host
+        if tier is None:
+            return ()
+        at_home = replace(self, num_blocks=tier.num_blocks, memory=tier.capacity, tiers=())
+        return at_home.pool_num_blocks
 
     @property
     def memory_shares(self) -> tuple[float, ...]:
@@ -325,12 +391,19 @@ class CacheConfig:
             for name in ("reuse", "partial_reuse", "shared_pool", "ring")
             if type(value := getattr(self, name)) is not bool
         ]
+        if self.storage_order not in STORAGE_ORDERS:
+            problems.append(f"storage_order is {self.storage_order!r}, must be one of {', '.join(STORAGE_ORDERS)}")
         budget: Any = self.pin_budget
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
             problems.append(f"pin_budget is {budget!r}, must be a number from 0 to 1")
+        problems += tier_problems(self.tiers, self.model)
         if not problems:
             problems += self._group_problems()
-        problems += self._size_problems(sizes_known=not problems)
+        sizes_known = not problems
+        problems += self._size_problems(sizes_known=sizes_known)
+        if sizes_known and (tier := self.host) is not None:
+            at_home = replace(self, num_blocks=tier.num_blocks, memory=tier.capacity, tiers=())
+            problems += [f"tiers, HostTier: {line}" for line in at_home._size_problems(sizes_known=True)]
         if problems:
             raise ConfigError(problems)
 
@@ -415,23 +488,22 @@ class CacheConfig:
         )
 
 
-def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes; text is a number with a unit of KiB, MiB, GiB, TiB (or kB, MB, GB, TB, powers of ten).
+def dtype_bytes(dtype: str, num_elements: int) -> int:
+    """Return the bytes of so many elements in a row.
 
-    >>> parse_bytes("1.5 GiB")
-    1610612736
+    >>> dtype_bytes("bfloat16", 128), dtype_bytes("int4", 128)
+    (256, 64)
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        if size <= 0:
-            raise ConfigError([f"{size} is not a positive number of bytes"])
-        return size
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if not found or found[2] not in SIZE_UNITS:
-        raise ConfigError([f"{size!r} is not a size such as 1073741824 or '20 GiB'"])
-    number = int(float(found[1]) * SIZE_UNITS[found[2]])
-    if number <= 0:
-        raise ConfigError([f"{size!r} is not a positive number of bytes"])
-    return number
+    return -(-num_elements // 2) if dtype in PACKED_DTYPES else num_elements * DTYPE_BYTES[dtype]
+
+
+def is_quantised(dtype: str) -> bool:
+    """Say whether K and V of this dtype are kept divided by a scale.
+
+    >>> is_quantised("float8_e4m3fn"), is_quantised("int4"), is_quantised("float16")
+    (True, True, False)
+    """
+    return dtype in PACKED_DTYPES or DTYPE_BYTES[dtype] == 1
 
 
 def _layers_problems(layers: Any) -> list[str]:
@@ -446,10 +518,10 @@ def _layer_problems(index: int, layer: Any) -> list[str]:
     return layer.problems(f"layers[{index}]")
 
 
-def _dtype_problems(name: str, dtype: Any) -> list[str]:
-    if type(dtype) is str and dtype in DTYPE_BYTES:
+def _dtype_problems(name: str, dtype: Any, known: tuple[str, ...]) -> list[str]:
+    if type(dtype) is str and dtype in known:
         return []
-    return [f"{name}: dtype is {dtype!r}, must be one of {', '.join(DTYPE_BYTES)}"]
+    return [f"{name}: dtype is {dtype!r}, must be one of {', '.join(known)}"]
 
 
 def _num_blocks_problems(num_blocks: Any, name: str) -> list[str]:
@@ -470,7 +542,11 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _natural(value: Any) -> bool:
+def _positive_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _natural(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from time import monotonic
-from typing import Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from numpy.typing import ArrayLike
 
 from kvist.config import CacheConfig
-from kvist.core import recurrent
+from kvist.core import admission, recurrent, restoring
 from kvist.core.arguments import as_count, as_counts
+from kvist.core.extents import Extent, Match, Namespace
+from kvist.core.identity import Media
+from kvist.core.keeping import KeptBlocks, Order
+from kvist.core.lower import DEVICE
 from kvist.core.manager import CacheCore
-from kvist.core.moves import Move
+from kvist.core.matching import Prefetch
+from kvist.core.moves import Move, one_by_one
 from kvist.core.sequences import Sequence, Sequences
+from kvist.core.tokens import TOKEN_BYTES, Tokens
 from kvist.errors import ArgumentError, ArgumentTypeError, TransferError
 from kvist.memory.tables import BatchTables, build_tables
+
+if TYPE_CHECKING:
+    from kvist.storing import StoreLink
+    from kvist.tiers.protocol import StoreStats
 
 __all__ = ["KVCacheManager", "Memory"]
 
@@ -53,26 +65,138 @@ class KVCacheManager(CacheCore):
         if memory is not None and not callable(getattr(memory, "perform", None)):
             raise ArgumentTypeError(f"memory is a {type(memory).__name__}, must have perform(moves)")
         self.memory = memory
+        self._link = _open_stores(config, memory) if config.stores else None
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:
         if not self._state.moves or self.memory is None:
             return
         try:
-            self.memory.perform(self._state.moves)
+            self._carry_out(self._state.moves)
         except Exception as error:
-            num_copies = len(self._state.moves)
+            num_copies = len(one_by_one(self._state.moves))
             recurrent.abandon_copies(self._state)
             self._end(beam for sequence in new for beam in sequence.beams)
             raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
         self._state.moves = []
+
+    def _carry_out(self, orders: list[Order]) -> None:
+        """Make the copies, and hand blocks to stores in their place among them."""
+        assert self.memory is not None
+        if self._link is None:
+            self.memory.perform(self._as_taken(orders))
+            return
+        for is_kept, each in groupby(orders, lambda order: isinstance(order, KeptBlocks)):
+            if not is_kept:
+                self.memory.perform(self._as_taken(list(each)))
+                continue
+            for order in each:
+                assert isinstance(order, KeptBlocks)
+                self._link.keep(order)
+
+    def _as_taken(self, orders: list[Order]) -> list[Any]:
+        """Return moves as the memory takes them: whole blocks one by one, unless it says that it takes many at once."""
+        return orders if getattr(self.memory, "takes_block_moves", False) else one_by_one(orders)
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         """End sequences whose blocks could not be filled, and forget the moves into these blocks."""
         state = self._state
         for sequence in sequences:
             own = state.own_blocks(sequence)
-            state.moves = [move for move in state.moves if move.destination not in own[move.group]]
+            state.moves = [move for move in state.moves if not _fills(move, own)]
             self.free(sequence, publish=False)
+
+    # -- stores -------------------------------------------------------------------------------------------------------
+
+    def _restore(
+        self, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None, num_beams: int
+    ) -> Extent | None:
+        if self._link is None:
+            return None
+        came = self._link.bring_up(self._state, prompt, namespace, limit, match, num_beams)
+        if came is None:
+            return None
+        extent, fillings = came
+        try:
+            self._perform_moves()  # what was evicted for it is still in its blocks
+            self._link.fill(fillings)
+        except TransferError:
+            restoring.discard(self._state, extent)
+            raise
+        except Exception:
+            restoring.discard(self._state, extent)
+            return None
+        return extent
+
+    def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+    ) -> Prefetch:
+        """Bring a prompt up from slower tiers: from host memory at once, from stores behind the caller's back.
+
+        Arguments are those of `add_sequence`, which finds what has come by then without waiting for a store. What is on
+        the device stays until it is evicted; what comes from stores waits in host memory for a while.
+        """
+        found = super().prefetch(tokens, namespace=namespace, media=media, extra_ids=extra_ids)
+        if self._link is None:
+            return found
+        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
+        match, limit = admission.match_prompt(self._state, prompt, namespace), len(prompt) - TOKEN_BYTES
+        num_asked, coming = self._link.fetch_ahead(self._state, prompt, namespace, limit, match)
+        return Prefetch(found.num_tokens, num_asked, coming)
+
+    def drop(self, *, namespace: Namespace) -> int:
+        """Forget all content of a namespace, in all tiers; returns how many device blocks became free at once.
+
+        Running sequences and pins keep what they hold until they end; from now on nobody can hit it, and such
+        sequences publish no more.
+        """
+        num_freed = super().drop(namespace=namespace)
+        if self._link is not None and self._state.keeper is not None:
+            self._perform_moves()  # what is still to be kept is to be forgotten, too
+            self._link.stack.drop(self._state.keeper.chain.tag(namespace))
+        return num_freed
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """How fast the engine computes prompts: what stores would take longer to load is computed; None: load all."""
+        return None if self._link is None else self._link.prefill_tokens_per_s
+
+    @prefill_tokens_per_s.setter
+    def prefill_tokens_per_s(self, rate: float | None) -> None:
+        if rate is not None and not rate > 0:
+            raise ArgumentError(f"prefill_tokens_per_s is {rate}, must be above 0")
+        if self._link is not None:
+            self._link.prefill_tokens_per_s = rate
+
+    def store_stats(self) -> dict[str, StoreStats]:
+        """Return the numbers of each store, by name: "disk", or the scheme of its URL."""
+        return {} if self._link is None else self._link.stack.stats()
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Hand all that is committed to the stores and wait until it is written, at most so long; returns whether."""
+        self._state.settle()
+        self._perform_moves()
+        return self._link is None or self._link.stack.flush(timeout_s)
+
+    def close(self) -> None:
+        """Write what stores still wait for, and close them; a manager without stores need not be closed."""
+        if self._link is not None:
+            self.flush(0.0)
+            self._link.stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def tables(
         self,
@@ -116,3 +240,14 @@ class KVCacheManager(CacheCore):
             max_blocks=max_blocks,
             out=out,
         )
+
+
+def _fills(move: object, own: list[set[int]]) -> bool:
+    """Say whether a move is one into blocks of the device, `own` by group."""
+    return isinstance(move, Move) and move.destination_tier == DEVICE and move.destination in own[move.group]
+
+
+def _open_stores(config: CacheConfig, memory: Memory | None) -> StoreLink | None:
+    from kvist.storing import link_of
+
+    return link_of(config, memory)

@@ -5,7 +5,8 @@ import pytest
 from tests.core.small import label
 
 from kvist import AttentionSpec, CacheConfig, ConfigError, KVCacheManager
-from kvist.config import DTYPE_BYTES, POLICY_NAMES, StateSpec, parse_bytes
+from kvist.config import DTYPE_BYTES, DTYPES, StateSpec, parse_bytes
+from kvist.tier_config import POLICY_NAMES
 
 LAYER = AttentionSpec(num_kv_heads=2, head_dim=4, dtype="float16")
 STATE = StateSpec([(2, 4)], "float16")
@@ -129,7 +130,7 @@ def test_every_problem_is_told_at_once():
         "layers[3]: head_dim is -1, must be a positive int",
         "layers[3]: value_head_dim is -1, must be an int of at least 0, or None",
         "layers[3]: sink_tokens is 4 without a sliding_window, which alone has sinks",
-        f"layers[3]: dtype is 'float99', must be one of {', '.join(DTYPE_BYTES)}",
+        f"layers[3]: dtype is 'float99', must be one of {', '.join(DTYPES)}",
         "block_size is 0, must be a positive int",
         "max_sequences is 1.5, must be a positive int",
         "max_sequence_length is None, must be a positive int",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.misses import miss_of
+from kvist.core.promotion import find_lower, promote
 from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
 from kvist.core.sequences import Encoder, Sequence
@@ -12,7 +13,16 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
 
-__all__ = ["admit", "check_prompt", "count_prompt", "extent_of", "match_prompt", "most_needs", "prompt_needs"]
+__all__ = [
+    "admit",
+    "bring_up",
+    "check_prompt",
+    "count_prompt",
+    "extent_of",
+    "match_prompt",
+    "most_needs",
+    "prompt_needs",
+]
 
 
 def check_prompt(state: CacheState, num_tokens: int, num_beams: int, free_rows: int, num_encoder_tokens: int) -> None:
@@ -97,6 +107,28 @@ def match_prompt(
         if not state.publish_along(match):
             return state.tree.fit(match) if state.spanned else match
     return None
+
+
+def bring_up(
+    state: CacheState,
+    prompt: bytes | memoryview,
+    namespace: Namespace,
+    match: Match | None,
+    num_beams: int = 1,
+    limit: int | None = None,
+) -> tuple[Match | None, Extent | None]:
+    """Bring what the host tier has of a prompt to the device, if there is room for it and for the rest of the prompt.
+
+    Returns the match then, and an extent that the caller releases once somebody else holds what it matched.
+    """
+    if limit is None:
+        limit = len(prompt) - TOKEN_BYTES
+    find = find_lower(state, prompt, namespace, limit, match)
+    if find is None:
+        return match, None
+    num_tokens = len(prompt) // TOKEN_BYTES
+    held = promote(state, find, prompt_needs(state, num_tokens, find.num_columns * state.block_size, num_beams, 0))
+    return (match, None) if held is None else (match_prompt(state, prompt, namespace, limit), held)
 
 
 def admit(

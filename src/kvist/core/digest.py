@@ -28,6 +28,8 @@ def state_digest(state: CacheState) -> str:
         sha.update(repr(namespace).encode())
         for extent in state.tree.roots[namespace].subtree_in_order():
             _add_extent(sha, state, extent)
+    for extent in state.lower_extents():
+        _add_extent(sha, state, extent)
     rows = state.rows
     for sequence in rows.running():
         row, counts = sequence.row, (sequence.num_tokens, sequence.num_computed_tokens, sequence.num_cached_tokens)
@@ -39,7 +41,7 @@ def state_digest(state: CacheState) -> str:
     for sequence in state.suspended:
         sha.update(repr((sequence.namespace, sequence._suspended)).encode())
     sha.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in state.pins), key=repr)).encode())
-    for pool in state.pools:
+    for pool in [*state.pools, *(state.lower.pools if state.lower else ())]:
         sha.update(pool.free_blocks().astype("<i4").tobytes())
     return sha.hexdigest()
 

@@ -27,11 +27,14 @@ class Extent:
     let one go, which can only be where it `has_holes`; `start` is the place of the first block in the prefix.
     `last_use` and `created` are ticks of the tree; `hits` counts the admissions that reused it; `ticket` is nonzero
     while it waits in the eviction queue, and `spare` has a bit for each group that it waits in with blocks that are not
-    needed much. What was evicted from below it, and when, is in `lost`, by the key that it had.
+    needed much. What was evicted from below it, and when, is in `lost`, by the key that it had. What goes on from an
+    extent of the device in the host tier is in `lower`, like `children`. `chain` is, where that was needed once, a
+    number of its blocks and the digest of the prefix that ends after so many.
     """
 
     __slots__ = (
         "blocks",
+        "chain",
         "children",
         "created",
         "has_holes",
@@ -40,6 +43,7 @@ class Extent:
         "key",
         "last_use",
         "lost",
+        "lower",
         "num_short_children",
         "order",
         "parent",
@@ -58,6 +62,8 @@ class Extent:
         self.tokens = tokens
         self.blocks = blocks
         self.children: dict[bytes, Extent] | None = None
+        self.lower: dict[bytes, Extent] | None = None
+        self.chain: tuple[int, bytes] | None = None
         self.order: SortedKeys | None = None
         self.num_short_children = 0
         self.references = self.hits = self.ticket = self.spare = 0
@@ -74,7 +80,7 @@ class Extent:
             twin: Extent = Root(self.namespace, len(self.blocks))
         else:
             twin = Extent(self.parent, self.key, tokens, self.blocks.copy(), self.created)
-        twin.children, twin.num_short_children = self.children, self.num_short_children
+        twin.children, twin.num_short_children, twin.lower = self.children, self.num_short_children, self.lower
         twin.references, twin.hits, twin.ticket, twin.spare = self.references, self.hits, self.ticket, self.spare
         twin.last_use, twin.keep, twin.start, twin.has_holes = self.last_use, self.keep, self.start, self.has_holes
         twin.lost = None if self.lost is None else dict(self.lost)

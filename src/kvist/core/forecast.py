@@ -20,6 +20,7 @@ from kvist.core import admission, branches, growth
 from kvist.core.arguments import as_count, check_namespace, check_num_beams
 from kvist.core.extents import Extent, Namespace
 from kvist.core.identity import UNKNOWN, Media
+from kvist.core.promotion import find_lower
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
@@ -299,6 +300,9 @@ class TriedForecast(Forecast):
     def _admit(self, asked: Asked) -> None:
         state = self._own()
         match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
+        held = None
+        if match is not None and state.lower is not None and not asked.num_encoder_tokens:
+            match, held = admission.bring_up(state, asked.tokens, asked.namespace, match, asked.num_beams)
         admission.admit(
             state,
             asked.tokens,
@@ -309,10 +313,17 @@ class TriedForecast(Forecast):
             num_beams=asked.num_beams,
             num_encoder_tokens=asked.num_encoder_tokens,
         )
+        if held is not None:
+            state.tree.release(held)
 
     def _require(self, asked: Asked) -> None:
         state = self._state
         match = admission.match_prompt(state, asked.tokens, asked.namespace) if asked.reuse else None
+        if state.lower is not None and find_lower(
+            state, asked.tokens, asked.namespace, len(asked.tokens) - TOKEN_BYTES, match
+        ):
+            state = state.copied()
+            match, _ = admission.bring_up(state, asked.tokens, asked.namespace, match, asked.num_beams)
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens if match else 0
         num_tokens = len(asked.tokens) // TOKEN_BYTES
         needs = admission.prompt_needs(state, num_tokens, num_cached, asked.num_beams, asked.num_encoder_tokens)
@@ -330,4 +341,4 @@ def _num_tokens(tokens: int | TokenArray) -> int:
 
 def forecast_of(state: CacheState) -> Forecast:
     """Return a what-if over a manager's state."""
-    return Forecast(state) if state.is_plain else TriedForecast(state)
+    return Forecast(state) if state.is_plain and state.lower is None else TriedForecast(state)

@@ -30,6 +30,7 @@ def check(state: CacheState) -> None:
         *_queue_problems(state, extents),
         *(problem for sequence in state.rows.running() for problem in _row_problems(state, sequence)),
         *_free_row_problems(state),
+        *_lower_problems(state, extents),
     ]
     if problems:
         more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
@@ -207,6 +208,50 @@ def _queue_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
         expected = int(extent.parent is not None and not extent.references and not extent.children)
         if queued[id(extent)] != expected:
             yield f"{describe(extent)}: is {queued[id(extent)]} times in the eviction queue, not {expected}"
+
+
+def _lower_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
+    """Prove the books of the host tier: where its extents hang, who owns its blocks, who may be evicted."""
+    lower = state.lower
+    hung = [(parent, key, child) for parent in extents for key, child in (parent.lower or {}).items()]
+    if lower is None:
+        yield from (f"{describe(parent)}: has extents in a host tier, and there is none" for parent, _, _ in hung)
+        return
+    found = lower.extents()
+    for parent, key, child in [*hung, *((each, *item) for each in found for item in (each.children or {}).items())]:
+        yield from (
+            f"host {describe(child)}: {problem}"
+            for problem in _hung_problems(parent, key, child, state.tree.block_bytes)
+        )
+    if len(found) != lower.num_extents:
+        yield f"{lower.num_extents} extents are counted in the host tier, {len(found)} are there"
+    for index, pool in enumerate(lower.pools):
+        columns = [each.blocks[group] for each in found for group, own in enumerate(lower.pool_of) if own == index]
+        blocks = np.concatenate([pool.free_blocks(), *columns])
+        counts = np.bincount(blocks[blocks >= 0], minlength=pool.num_blocks)
+        if len(counts) > pool.num_blocks or (counts != 1).any():
+            yield f"host pool {index}: blocks {np.flatnonzero(counts != 1).tolist()[:8]} have no owner, or several"
+    queued = Counter(map(id, lower.queue.candidates()))
+    leaves = Counter(id(each) for each in found if not each.children)
+    if queued != leaves or lower.queue.num_candidates != queued.total():
+        yield f"{queued.total()} extents of the host tier may be evicted, {leaves.total()} are leaves"
+
+
+def _hung_problems(parent: Extent, key: bytes, child: Extent, block_bytes: int) -> Iterator[str]:
+    if child.parent is not parent or child.key != key or key != bytes(child.tokens[:block_bytes]):
+        yield "is not what its parent's key says"
+    if child.start != parent.start + parent.num_blocks:
+        yield "does not begin where its parent ends"
+    if not child.num_blocks or len(child.tokens) != child.num_blocks * block_bytes:
+        yield f"{child.num_tokens} tokens do not fill its blocks"
+    if child.references:
+        yield "somebody refers to it"
+    if parent.parent is not None and parent.key is None:
+        yield "hangs below what nobody can find"
+    if parent.lower is not None and key in (parent.children or {}):
+        yield "is on the device, too"
+    if (child.blocks < 0).any() and not child.has_holes:
+        yield "has holes that nobody knows of"
 
 
 def _row_problems(state: CacheState, sequence: Sequence) -> Iterator[str]:

@@ -22,6 +22,7 @@ from kvist.core import (
     invariants,
     misses,
     pinning,
+    promotion,
     reclaiming,
     recurrent,
     resuming,
@@ -39,16 +40,17 @@ from kvist.core.arguments import (
 )
 from kvist.core.digest import state_digest
 from kvist.core.explanation import Explanation
-from kvist.core.extents import Namespace
+from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
-from kvist.core.matching import Pin, PrefixMatch
-from kvist.core.moves import Move
+from kvist.core.lower import HOST
+from kvist.core.matching import Pin, Prefetch, PrefixMatch
+from kvist.core.moves import Move, one_by_one
 from kvist.core.retention import Retention
 from kvist.core.rows import NEVER
 from kvist.core.sequences import Sequence, Sequences
 from kvist.core.state import CacheState
-from kvist.core.statistics import GroupStats, Stats
+from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
 
@@ -117,6 +119,14 @@ class CacheCore:
             prompt = state.identify(prompt, media, extra_ids)
         # What follows an encoder depends on what that has seen, which is not part of any identity here.
         match = admission.match_prompt(state, prompt, namespace) if reuse and not num_encoder_tokens else None
+        held = None
+        if match is not None and state.lower is not None:
+            match, held = admission.bring_up(state, prompt, namespace, match, num_beams)
+        restored = None
+        if state.keeper is not None and reuse and not num_encoder_tokens:
+            restored = self._restore(prompt, namespace, len(prompt) - TOKEN_BYTES, match, num_beams)
+            if restored is not None:
+                match = admission.match_prompt(state, prompt, namespace)
         sequence = admission.admit(
             state,
             prompt,
@@ -128,10 +138,19 @@ class CacheCore:
             num_encoder_tokens=num_encoder_tokens,
             reuses=bool(reuse) and not num_encoder_tokens,
         )
+        for each in (held, restored):
+            if each is not None:
+                state.tree.release(each)
         if state.moves:
             self._perform_moves([sequence])
         admission.count_prompt(state, sequence, num_beams)
         return sequence
+
+    def _restore(
+        self, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None, num_beams: int
+    ) -> Extent | None:
+        """Bring to the device what stores have of a prompt, up to `limit` bytes, and hold it; here there are none."""
+        return None
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -271,9 +290,28 @@ class CacheCore:
         suspended.
         """
         resuming.check_suspended(self._state, sequence, "resume")
-        num_lost = resuming.resume(self._state, sequence)
+        restored = self._restore_suspended(sequence) if self._state.keeper is not None and sequence.reuses else None
+        try:
+            num_lost = resuming.resume(self._state, sequence)
+        finally:
+            if restored is not None:
+                self._state.tree.release(restored)
         self._perform_moves()
         return num_lost
+
+    def _restore_suspended(self, sequence: Sequence) -> Extent | None:
+        """Bring to the device what stores have of a suspended sequence."""
+        suspended = sequence._suspended
+        assert suspended is not None
+        limit = suspended.num_computed * TOKEN_BYTES
+        if not limit or suspended.num_encoder_tokens:
+            return None
+        match = admission.match_prompt(self._state, suspended.tokens, sequence.namespace, limit)
+        if match is not None and self._state.lower is not None:
+            find = promotion.find_lower(self._state, suspended.tokens, sequence.namespace, limit, match)
+            if find is not None:  # it is brought up with the rest
+                return None
+        return self._restore(suspended.tokens, sequence.namespace, limit, match, 1)
 
     def cheapest_victims(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Sort running sequences by what their preemption costs, cheapest first.
@@ -309,8 +347,26 @@ class CacheCore:
 
         Arguments are those of `add_sequence`.
         """
-        prompt, num_tokens = self._looked_up(tokens, namespace, media, extra_ids)
+        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
+        if self._state.lower is not None:
+            return self._match_in_tiers(prompt, namespace, match)
+        return self._told(prompt, namespace, match)
+
+    def _match_in_tiers(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
+        """Look further in the host tier."""
+        limit = len(prompt) - TOKEN_BYTES
+        find = promotion.find_lower(self._state, prompt, namespace, limit, match)
+        if find is None:
+            return self._told(prompt, namespace, match)._replace(num_host_tokens=0)
+        num_host = (find.num_columns - find.num_device) * self._state.block_size
+        return self._told(prompt, namespace, find.whole(self._state.tree.block_bytes))._replace(
+            num_host_tokens=num_host
+        )
+
+    def _told(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
+        """Say what a match of a prompt is, and why it is not longer."""
+        num_tokens = len(prompt) // TOKEN_BYTES
         miss = misses.miss_of(self._state, prompt, namespace, match)
         if miss == misses.COLD and self._state.publish_committed():  # another namespace may have just committed it
             miss = misses.miss_of(self._state, prompt, namespace, match)
@@ -354,10 +410,35 @@ class CacheCore:
         if not isinstance(match, PrefixMatch):
             raise ArgumentTypeError(f"pin: expected a PrefixMatch, got {type(match).__name__}")
         check_lifetime(lifetime_s)
-        return pinning.pin(self._state, match, self._release_pin, lifetime_s)
+        pin = pinning.pin(self._state, match, self._release_pin, lifetime_s)
+        self._perform_moves()
+        return pin
 
     def _release_pin(self, pin: Pin) -> None:
         pinning.release_pin(self._state, pin)
+
+    def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+    ) -> Prefetch:
+        """Bring what the host tier has of a prompt to the device, where it stays until it is evicted.
+
+        Arguments are those of `add_sequence`. Without room for all that was found, nothing is moved.
+        """
+        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
+        state, limit = self._state, len(prompt) - TOKEN_BYTES
+        match = admission.match_prompt(state, prompt, namespace)
+        find = promotion.find_lower(state, prompt, namespace, limit, match)
+        held = None if find is None else promotion.promote(state, find, [0] * len(state.pools))
+        if held is not None:
+            match = admission.match_prompt(state, prompt, namespace)
+            state.tree.release(held)
+            self._perform_moves()
+        return Prefetch(0 if match is None else match.position // TOKEN_BYTES)
 
     def evict(self, num_blocks: int) -> int:
         """Evict up to that many cached blocks, of all groups, in the policy's order; returns how many went.
@@ -366,7 +447,9 @@ class CacheCore:
         """
         wanted = as_count(num_blocks, "num_blocks")
         self._state.settle()
-        return reclaiming.evict_positions(self._state.tree, wanted)
+        num_evicted = reclaiming.evict_positions(self._state.tree, wanted)
+        self._perform_moves()
+        return num_evicted
 
     def drop(self, *, namespace: Namespace) -> int:
         """Forget all content of a namespace; returns how many blocks became free at once.
@@ -539,6 +622,24 @@ class CacheCore:
             num_blocks=self.num_blocks,
             num_free_blocks=state.num_free_blocks,
             num_evictable_blocks=sum(map(tree.evictable_in, state.pools)),
+            tiers=self._tier_stats(),
+        )
+
+    def _tier_stats(self) -> tuple[TierStats, ...]:
+        lower = self._state.lower
+        if lower is None:
+            return ()
+        return (
+            TierStats(
+                name=HOST,
+                num_blocks=sum(pool.num_blocks for pool in lower.pools),
+                num_free_blocks=sum(pool.num_free for pool in lower.pools),
+                num_extents=lower.num_extents,
+                num_demoted_blocks=lower.num_demoted,
+                num_promoted_blocks=lower.num_promoted,
+                num_evicted_blocks=lower.num_evicted,
+                num_refused_blocks=lower.num_refused,
+            ),
         )
 
     def _group_stats(self, group: int) -> GroupStats:
@@ -598,7 +699,7 @@ class CacheCore:
 
     def take_moves(self) -> list[Move]:
         """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""
-        moves, self._state.moves = self._state.moves, []
+        moves, self._state.moves = one_by_one(self._state.moves), []
         return moves
 
 

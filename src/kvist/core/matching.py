@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from kvist.core.extents import Namespace
+from kvist.core.lower import DEVICE, HOST
 
-__all__ = ["Pin", "PrefixMatch"]
+__all__ = ["Awaited", "Pin", "Prefetch", "PrefixMatch"]
 
 
 class PrefixMatch(NamedTuple):
@@ -19,7 +20,7 @@ class PrefixMatch(NamedTuple):
     the last token is missing. What was evicted went `evicted_s` seconds before, for the reason `eviction`.
     `num_known_tokens` are known to the cache, in whole blocks, although windows or states to go on from are not there.
     `runs` are the packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in
-    bytes is not copied for them.
+    bytes is not copied for them. With a host tier, `num_host_tokens` of the tokens in whole blocks are there.
     """
 
     namespace: Namespace
@@ -31,9 +32,10 @@ class PrefixMatch(NamedTuple):
     evicted_s: float | None = None
     eviction: str = ""
     runs: tuple[tuple[bytes, int], ...] = ()
+    num_host_tokens: int | None = None
 
     def __repr__(self) -> str:
-        told = (f"{name}={value!r}" for name, value in zip(self._fields[:-1], self, strict=False))
+        told = (f"{name}={value!r}" for name, value in zip(self._fields[:-2], self, strict=False))
         return f"PrefixMatch({', '.join(told)})"
 
     @property
@@ -54,7 +56,48 @@ class PrefixMatch(NamedTuple):
     @property
     def tiers(self) -> dict[str, int]:
         """Tokens by the tier that they were found in."""
-        return {"device": self.num_tokens}
+        if self.num_host_tokens is None:
+            return {DEVICE: self.num_tokens}
+        return {DEVICE: self.num_tokens - self.num_host_tokens, HOST: self.num_host_tokens}
+
+
+class Awaited(Protocol):
+    """What is going on behind the caller's back."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has, at most so long; returns whether it has."""
+
+
+class Prefetch:
+    """What a call of `prefetch` did: `num_tokens` of the prompt are on the device now, in whole blocks.
+
+    Stores were asked for `num_asked_tokens` more. `is_done` says whether all that they have of these has come, or the
+    time for it is over.
+    """
+
+    __slots__ = ("_coming", "num_asked_tokens", "num_tokens")
+
+    def __init__(self, num_tokens: int, num_asked_tokens: int = 0, coming: Awaited | None = None) -> None:
+        self.num_tokens = num_tokens
+        self.num_asked_tokens = num_asked_tokens
+        self._coming = coming
+
+    def __repr__(self) -> str:
+        coming = f", {self.num_asked_tokens} tokens asked for" if self.num_asked_tokens else ""
+        return f"<Prefetch: {self.num_tokens} tokens on the device{coming}>"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is still to come."""
+        return self._coming is None or self._coming.is_done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is still to come, at most so long; returns whether that is so."""
+        return self._coming is None or self._coming.wait(timeout_s)
 
 
 class Pin:

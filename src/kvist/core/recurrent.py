@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.moves import Move
 from kvist.core.sequences import Sequence
 from kvist.core.spanned import SpannedGroup
 
@@ -56,7 +57,7 @@ def abandon_copies(state: CacheState) -> None:
         return
     for sequence in state.rows.running():
         for column, block in list(sequence._checkpoints):
-            waiting = [move for move in state.moves if move.group == group.index and move.destination == block]
+            waiting = [each for each in state.moves if isinstance(each, Move) and _fills(each, group.index, block)]
             if waiting:
                 sequence._checkpoints.remove((column, block))
                 group.pool.give(np.array([block], np.int32))
@@ -152,3 +153,7 @@ def give_states(state: CacheState, sequence: Sequence) -> None:
     if sequence._checkpoints:
         group.pool.give(np.array([block for _, block in sequence._checkpoints], np.int32))
         sequence._checkpoints.clear()
+
+
+def _fills(move: Move, group: int, block: int) -> bool:
+    return move.group == group and move.destination == block

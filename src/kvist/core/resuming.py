@@ -69,12 +69,18 @@ def _readmit(state: CacheState, sequence: Sequence, tokens: bytes, num_computed:
     match = None
     if sequence.reuses and limit:
         match = admission.match_prompt(state, tokens, sequence.namespace, limit)
+    held = None
+    if match is not None and state.lower is not None:
+        match, held = admission.bring_up(state, tokens, sequence.namespace, match, limit=limit)
     try:
         _admit_again(state, sequence, tokens, match, num_encoder_tokens)
     except OutOfBlocks:  # with chunks, what is cached of a window takes blocks that a chunk from the start does not
         if match is None:
             raise
         _admit_again(state, sequence, tokens, None, num_encoder_tokens)
+    finally:
+        if held is not None:
+            state.tree.release(held)
     state.rows.refresh_limit(sequence.row)
     assert state.rows.tokens_of[sequence.row] == num_tokens
     return num_computed - state.rows.computed_of[sequence.row]

@@ -10,9 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvist.config import CacheConfig
 from kvist.core import holdings, recurrent, rings
+from kvist.core.chain import Chain
 from kvist.core.extents import Blocks, Extent, Match, Twins
 from kvist.core.groups import spans_of
 from kvist.core.identity import IdentityTable, Media
+from kvist.core.keeping import Keeper, Order
+from kvist.core.lower import LowerTier
 from kvist.core.matching import Pin
 from kvist.core.moves import Move
 from kvist.core.policies import queue_of
@@ -85,15 +88,40 @@ class CacheState:
             partial=self.reuses and config.partial_reuse and self.recurrent is None,
         )
         self.identities = IdentityTable()
+        self.lower = self.tree.lower = self._lower_tier()
+        self.keeper = self.tree.keeper = self._keeper()
+        self.tree.has_tiers = self.lower is not None or self.keeper is not None
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
         self.counters = Counters(len(self.spans))
         self.pins: dict[Pin, PinHold] = {}
         self._expiring_pins = False
         self.suspended: dict[Sequence, None] = {}
-        self.moves: list[Move] = []
+        self.moves: list[Order] = []
         self._due_rows: set[int] = set()
         self._any_row_due = False
         self._slides_due = False
+
+    def _lower_tier(self) -> LowerTier | None:
+        spec = self.config.host
+        if spec is None or not self.reuses:
+            return None
+        return LowerTier(
+            self.tree,
+            [BlockPool(num_blocks) for num_blocks in self.config.host_num_blocks],
+            self.pool_of,
+            queue_of(spec.policy),
+            self.order,
+            min_priority=spec.min_priority,
+            min_hits=spec.min_hits,
+        )
+
+    def _keeper(self) -> Keeper | None:
+        stores = self.config.stores
+        if not stores or not self.reuses:
+            return None
+        writes = {store.write for store in stores}
+        chain = Chain(self.config.fingerprint, self.block_size, self.identities)
+        return Keeper(chain, self.order, on_commit="through" in writes, on_evict="back" in writes)
 
     def _spanned_groups(self) -> list[SpannedGroup]:
         references: dict[int, NDArray[np.int32]] = {}
@@ -123,7 +151,8 @@ class CacheState:
         if self.identities.needs_sweep:
             running = [self.rows.packed_tokens(each) for each in self.rows.running() if each.leader is None]
             suspended = [each._suspended.tokens for each in self.suspended if each._suspended is not None]
-            self.identities.sweep([*running, *suspended, *(extent.tokens for extent in self.tree.extents())])
+            cached = [*self.tree.extents(), *self.lower_extents()]
+            self.identities.sweep([*running, *suspended, *(extent.tokens for extent in cached)])
         return self.identities.identify(prompt, media, extra_ids)
 
     def all_extents(self) -> list[Extent]:
@@ -137,6 +166,10 @@ class CacheState:
                 extent = extent.parent
         return list(found.values())
 
+    def lower_extents(self) -> list[Extent]:
+        """List every extent of the host tier."""
+        return [] if self.lower is None else self.lower.extents()
+
     def copied(self) -> CacheState:
         """Return a copy that shares nothing with this state that changes, for trying things out.
 
@@ -144,13 +177,16 @@ class CacheState:
         they hold stays held.
         """
         twin = CacheState(self.config, self.clock)
-        twins: Twins = {id(extent): extent.copied() for extent in self.all_extents()}
+        twin.keeper = twin.tree.keeper = None  # what is only supposed is not stored
+        twins: Twins = {id(extent): extent.copied() for extent in [*self.all_extents(), *self.lower_extents()]}
         for pool, original in zip(twin.pools, self.pools, strict=True):
             pool.copy_from(original)
         for group, original_group in zip(twin.spanned, self.spanned, strict=True):
             group.references[:] = original_group.references
             group.copy_from(original_group, twins)
         twin.tree.copy_from(self.tree, twins)
+        if twin.lower is not None and self.lower is not None:
+            twin.lower.copy_from(self.lower, twins)
         twin.rows.copy_from(self.rows, twins)
         twin._due_rows, twin._any_row_due = set(self._due_rows), self._any_row_due
         twin._slides_due = self._slides_due
@@ -439,6 +475,10 @@ class CacheState:
         if source != destination:
             self.moves.append(Move(source, destination, num_tokens, group))
 
+    def order(self, order: Order) -> None:
+        """Order copies of whole blocks, between tiers or to stores."""
+        self.moves.append(order)
+
     def _keep_sources(self, source_blocks: Blocks, column: int, row: int) -> None:
         """Let groups that draw from one pool exchange new blocks, so that each gets its own source if that is one.
 
@@ -550,6 +590,8 @@ class CacheState:
                 self._rebase(sequence, start, existing, stop, blocks)
             if self.spanned:
                 self._adopt(sequence, blocks[:, existing:], start + existing, held=True)
+            if self.keeper is not None:
+                self.keeper.committed(sequence._extent, start + existing, stop)
             self.rows.set_published(sequence, stop)
             start = stop
 
@@ -575,6 +617,8 @@ class CacheState:
             if self.spanned:
                 holdings.adopt(self, sequence._extent, blocks[:, existing:], held=False)
                 self.tree.offer_spare(sequence._extent, start + existing)
+            if self.keeper is not None:
+                self.keeper.committed(sequence._extent, start + existing, min(stop, computed // self.block_size))
             rows.published_of[row] = start = stop
         if self.recurrent is not None:
             sequence._checkpoints.clear()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["RECENT_PROMPTS", "Counters", "GroupCounters", "GroupStats", "Stats"]
+__all__ = ["RECENT_PROMPTS", "Counters", "GroupCounters", "GroupStats", "Stats", "TierStats"]
 
 RECENT_PROMPTS = 1000
 """Prompts that the recent hit rate is about."""
@@ -46,6 +46,30 @@ class GroupStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """Numbers of a slower tier: its blocks now, of all pools, then positions since the start or the last `reset`.
+
+    Of positions of `block_size` tokens, with a block in each group, `num_demoted_blocks` came from the device,
+    `num_promoted_blocks` went back there, `num_evicted_blocks` were forgotten and `num_refused_blocks` not taken in:
+    their priority or hits were too low, or there was no room for them.
+    """
+
+    name: str
+    num_blocks: int
+    num_free_blocks: int
+    num_extents: int
+    num_demoted_blocks: int
+    num_promoted_blocks: int
+    num_evicted_blocks: int
+    num_refused_blocks: int
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that hold something."""
+        return self.num_blocks - self.num_free_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Numbers of one manager: blocks now, then counts since its start or last `reset`; of all groups together.
 
@@ -79,6 +103,7 @@ class Stats:
     num_blocks: int
     num_free_blocks: int
     num_evictable_blocks: int
+    tiers: tuple[TierStats, ...] = ()
 
     @property
     def num_held_blocks(self) -> int:

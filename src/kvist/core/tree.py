@@ -23,7 +23,9 @@ from kvist.core import reclaiming
 from kvist.core.eviction import Candidates
 from kvist.core.expiries import Expiries
 from kvist.core.extents import Blocks, Extent, Match, Namespace, Root, Twins
+from kvist.core.keeping import Keeper
 from kvist.core.losses import ASKED_FOR, MADE_ROOM, MAX_LOSSES_BELOW, UNREACHABLE, Losses
+from kvist.core.lower import DEVICE, LowerTier
 from kvist.core.pool import BlockPool
 from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
@@ -56,6 +58,10 @@ class PrefixTree:
         self.num_groups = num_groups
         self.full_pool = full_pool
         self.spanned = spanned
+        self.block_size = block_size
+        self.lower: LowerTier | None = None
+        self.keeper: Keeper | None = None
+        self.has_tiers = False
         self._no_blocks = np.empty((num_groups, 0), np.int32)
         self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
         self._all_spare = sum(group.bit for group in spanned)
@@ -78,6 +84,8 @@ class PrefixTree:
                 twin.parent = twins[id(twin.parent)]
             if twin.children is not None:
                 twin.children = {key: twins[id(child)] for key, child in twin.children.items()}
+            if twin.lower is not None:
+                twin.lower = {key: twins[id(child)] for key, child in twin.lower.items()}
         for namespace, root in other.roots.items():
             twin_root = twins[id(root)]
             assert isinstance(twin_root, Root)
@@ -363,11 +371,26 @@ class PrefixTree:
         child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
             self._link(extent, child)
+            if extent.lower is not None and self.lower is not None:
+                self.lower.make_way(child)
+        return child
+
+    def add_unheld(self, parent: Extent, origin: Extent, blocks: Blocks) -> Extent:
+        """Put content below a held extent that nobody holds yet, with the tokens and past of one in another tier."""
+        assert origin.key is not None
+        child = Extent(parent, origin.key, origin.tokens, blocks, origin.created)
+        child.last_use, child.hits, child.keep, child.lost = origin.last_use, origin.hits, origin.keep, origin.lost
+        child.has_holes = bool((blocks < 0).any())
+        self._link(parent, child)
+        self.num_evictable += child.num_blocks
+        for group in self.spanned:
+            group.num_evictable += int(np.count_nonzero(blocks[group.index] >= 0))
         return child
 
     @staticmethod
     def _may_grow(extent: Extent, listed: bool) -> bool:
-        return extent.parent is not None and not extent.children and (extent.key is not None) == listed
+        has_none_below = not extent.children and not extent.lower
+        return extent.parent is not None and has_none_below and (extent.key is not None) == listed
 
     def split(self, extent: Extent, num_blocks: int) -> Extent:
         """Cut an extent after its first blocks and return the upper part; the lower one keeps its identity."""
@@ -430,12 +453,15 @@ class PrefixTree:
 
     def _remove(self, extent: Extent, *, remember: bool) -> Extent | None:
         """Take a leaf that nobody holds out of the tree; return its parent if that has become one."""
+        is_lost = self._demote(extent, 0, remember=remember) if self.has_tiers else remember
         self.num_evictable -= extent.blocks.shape[1]
         num_blocks = self._give(extent.blocks, has_holes=extent.has_holes)
         if remember:
+            self.num_evicted[self.reason] += num_blocks
+        if is_lost:
             assert extent.parent is not None
             assert extent.key is not None
-            self._note_loss(extent.parent, extent.key, num_blocks)
+            self.remember_loss(extent.parent, extent.key)
         parent = self._unlink(extent)
         extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
         return parent
@@ -447,18 +473,41 @@ class PrefixTree:
 
     def shrink(self, extent: Extent, keep: int) -> None:
         """Let go of a leaf's blocks but the first `keep`."""
+        is_lost = self._demote(extent, keep, remember=True) if self.has_tiers else True
         blocks, tokens, at = extent.blocks, extent.tokens, keep * self.block_bytes
         self.num_evictable -= blocks.shape[1] - keep
         num_blocks = self._give(blocks[:, keep:], has_holes=extent.has_holes)
         if isinstance(tokens, bytes):
             tokens = extent.tokens = bytearray(tokens)
         extent.blocks, extent.lost = blocks[:, :keep], None
-        self._note_loss(extent, bytes(tokens[at : at + self.block_bytes]), num_blocks)
+        self.num_evicted[self.reason] += num_blocks
+        if is_lost:
+            self.remember_loss(extent, bytes(tokens[at : at + self.block_bytes]))
         del tokens[at:]
 
-    def _note_loss(self, parent: Extent, key: bytes, num_blocks: int) -> None:
+    def _demote(self, extent: Extent, keep: int, *, remember: bool) -> bool:
+        """Offer slower tiers the blocks of a leaf but the first `keep`; returns whether they are lost."""
+        parent = extent if keep else extent.parent
+        assert parent is not None
+        if remember and self.reason != UNREACHABLE:
+            if self.lower is not None and self.lower.take(parent, extent, keep):
+                return False
+            if self.keeper is not None:
+                self.keeper.evicted(extent, keep, DEVICE)
+        elif self.lower is not None:
+            self.lower.forget_below(extent)
+        return remember
+
+    def discard(self, extent: Extent) -> None:
+        """Take a leaf that nobody holds out of the tree, whose content is not there."""
+        if extent.ticket:
+            self.queue.withdraw(extent)
+        parent = self._remove(extent, remember=False)
+        if parent is not None:
+            self.offer(parent)
+
+    def remember_loss(self, parent: Extent, key: bytes) -> None:
         """Remember that what began with `key` below an extent was evicted."""
-        self.num_evicted[self.reason] += num_blocks
         loss = (self._clock(), self.reason)
         if parent.parent is None:
             self.losses.note_of_prompt(parent, key, loss)
@@ -484,6 +533,8 @@ class PrefixTree:
         for extent in list(root.subtree()):
             if extent.ticket:
                 self.queue.withdraw(extent)
+            if self.lower is not None:
+                self.lower.forget_below(extent)
             extent.children = extent.order = extent.key = extent.lost = None
             extent.num_short_children = 0
             if extent.parent is None:
@@ -499,8 +550,9 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Cut all links between extents, so that they go without waiting for a garbage collection."""
-        for extent in [each for root in self.roots.values() for each in root.subtree()]:
-            extent.parent = extent.children = extent.order = None
+        lower = [] if self.lower is None else self.lower.extents()
+        for extent in [*lower, *(each for root in self.roots.values() for each in root.subtree())]:
+            extent.parent = extent.children = extent.order = extent.lower = None
         self.roots.clear()
 
     def extents(self) -> Iterator[Extent]:
@@ -556,7 +608,12 @@ class PrefixTree:
             return None
         return parent
 
+    def forget_if_unused(self, extent: Extent) -> None:
+        """Forget a root below which nothing is left in the lower tier, unless it has something on the device."""
+        if extent.parent is None and not extent.references:
+            self._forget_if_empty(extent)
+
     def _forget_if_empty(self, root: Extent) -> None:
         assert isinstance(root, Root)
-        if not root.children and self.roots.get(root.namespace) is root:
+        if not root.children and not root.lower and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]

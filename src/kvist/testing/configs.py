@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvist.config import AttentionSpec, CacheConfig, LayerSpec, StateSpec
 from kvist.core.policies import POLICIES
+from kvist.tier_config import HostTier
 
 __all__ = [
     "ALL_KINDS",
@@ -43,6 +44,7 @@ numbers = st.integers(0, 63)
 some = st.integers(1, 63)
 rare = st.integers(0, 7).map(lambda n: n == 7)
 often = st.integers(0, 7).map(lambda n: n < 7)
+often_not = st.integers(0, 3).map(lambda n: n == 3)
 few_beams = st.sampled_from((1, 1, 1, 2, 3))
 lefts = st.sampled_from((0, 0, 0, 0, -1, -1, 1, 2, 7, 18))
 patterns = st.lists(st.sampled_from(TOKEN_IDS), min_size=1, max_size=4)
@@ -74,16 +76,19 @@ def cache_configs(
     block_sizes: Iterable[int] = BLOCK_SIZES,
     max_blocks: int = 20,
     kinds: Iterable[str] = ALL_KINDS,
+    host: st.SearchStrategy[bool] = often_not,
 ) -> CacheConfig:
     """Return a strategy of small configurations, of 3 to `max_blocks` blocks a group, which run out all the time.
 
     `kinds` are the kinds of groups that it mixes, one to three of them; `("full",)` is one group with full attention.
+    `host` says whether there is a host tier, of as few blocks.
     """
     block_size = draw(st.sampled_from(tuple(block_sizes)))
     mix = _mixed(draw, tuple(kinds))
     checkpoint_tokens = draw(st.sampled_from((0, 0, 1, 2))) * block_size or None
     layers = [_layer(draw, kind, block_size, checkpoint_tokens) for kind in mix]
     num_groups = len(CacheConfig(layers, block_size, 1).groups)
+    tiers = [_host_tier(draw, tuple(policies), max_blocks)] if draw(host) else []
     return CacheConfig(
         layers,
         block_size,
@@ -98,6 +103,16 @@ def cache_configs(
         max_beams=draw(st.sampled_from((1, 3))) if "ring" in mix else 1,
         max_chunk_tokens=draw(st.sampled_from((None, None, 1, block_size, 2 * block_size + 1))),
         pin_budget=draw(st.sampled_from((1.0, 1.0, 1.0, 0.5, 0.0))),
+        tiers=tiers,
+    )
+
+
+def _host_tier(draw: st.DrawFn, policies: tuple[str | Callable[[Any], Any], ...], max_blocks: int) -> HostTier:
+    return HostTier(
+        num_blocks=draw(st.integers(1, max_blocks)),
+        policy=draw(st.sampled_from(policies)),
+        min_priority=draw(st.sampled_from((0, 0, 35, 80))),
+        min_hits=draw(st.sampled_from((0, 0, 0, 1))),
     )
 
 

@@ -54,7 +54,8 @@ class PrefixRules(Stage):
             self.require_budget()
             self.wait(0)
         elif isinstance(pinned, OutOfBlocks):
-            require(self.config.pin_budget < 1, f"{match} could not be pinned, though there is no budget: {pinned!r}")
+            may_lack = self.config.pin_budget < 1 or bool(self.config.tiers)
+            require(may_lack, f"{match} could not be pinned, though there is no budget: {pinned!r}")
         else:
             gone = isinstance(pinned, StaleMatch) and not is_there
             require(gone, f"{match} could not be pinned, though its tokens must be there: {pinned!r}")

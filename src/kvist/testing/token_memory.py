@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.config import CacheConfig
 from kvist.core.groups import RingGeometry, spans_of
+from kvist.core.lower import DEVICE, HOST
 from kvist.core.manager import CacheCore
 from kvist.core.moves import Move
 from kvist.core.sequences import Sequence
@@ -107,7 +108,10 @@ class TokenMemory:
         self.pool_of = config.pool_of
         self.prefixes = Prefixes()
         self.num_copied_tokens = 0
-        self._pools = [np.full((size, config.block_size), NOTHING, np.int64) for size in config.pool_num_blocks]
+        self._tiers = {
+            tier: [np.full((size, config.block_size), NOTHING, np.int64) for size in sizes]
+            for tier, sizes in ((DEVICE, config.pool_num_blocks), (HOST, config.host_num_blocks))
+        }
         self._rings: list[RingGeometry | None] = [span.ring for span in spans_of(config)]
         self._manager: CacheCore | None = None
 
@@ -116,9 +120,9 @@ class TokenMemory:
         """What the slots of the first group hold, int64 `[num_blocks, block_size]`."""
         return self.group_slots(0)
 
-    def group_slots(self, group: int) -> NDArray[np.int64]:
+    def group_slots(self, group: int, tier: str = DEVICE) -> NDArray[np.int64]:
         """Return what the slots that a group takes hold, int64 `[num_blocks, block_size]`, to read and to write."""
-        return self._pools[self.pool_of[group]]
+        return self._tiers[tier][self.pool_of[group]]
 
     def attach(self, manager: Manager) -> Manager:
         """Let every write and copy prove that nobody else holds the block; returns the manager."""
@@ -140,19 +144,39 @@ class TokenMemory:
             self._copy(move)
 
     def _copy(self, move: Move) -> None:
-        slots, is_state = self.group_slots(move.group), self.groups[move.group].kind == "state"
+        sources = self.group_slots(move.group, move.source_tier)
+        slots, is_state = self.group_slots(move.group, move.destination_tier), self.groups[move.group].kind == "state"
         n, source, destination = move.num_tokens, move.source_offset, move.destination_offset
-        in_place = move.source == move.destination and (is_state or source == destination)
+        is_same_block = move.source == move.destination and move.source_tier == move.destination_tier
+        in_place = is_same_block and (is_state or source == destination)
         if in_place or not 0 < n <= self.block_size - max(source, destination):
             raise WrongContents(f"{move} is no copy of 1 .. {self.block_size} tokens from one block to another")
         if is_state and n < self.block_size:
             raise WrongContents(f"{move} is of a part of a state")
-        if not 0 <= min(move.source, move.destination) <= max(move.source, move.destination) < len(slots):
-            raise WrongContents(f"{move} names a block that is none of {len(slots)}")
-        slots[move.destination, destination : destination + n] = slots[move.source, source : source + n].copy()
-        if not destination and move.source != move.destination:
+        if not (0 <= move.source < len(sources) and 0 <= move.destination < len(slots)):
+            raise WrongContents(f"{move} names a block that is none of {len(sources)} and {len(slots)}")
+        slots[move.destination, destination : destination + n] = sources[move.source, source : source + n].copy()
+        if not destination and not is_same_block:
             slots[move.destination, n:] = NOTHING
         self.num_copied_tokens += n
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def block_format(self) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
+        """Return the bytes of a block of each group: its slots, int64; for stores."""
+        return (8 * self.block_size,) * len(self.groups), ({"slots": "int64"},)
+
+    def read_blocks(self, group: int, blocks: NDArray[np.int32], tier: str = DEVICE) -> NDArray[np.uint8]:
+        """Return the slots of blocks as bytes, uint8 `[n, 8 * block_size]`.
+
+        The prefixes that they hold are numbered in this process, and by this memory.
+        """
+        return self.group_slots(group, tier)[blocks].view(np.uint8)
+
+    def write_blocks(self, group: int, blocks: NDArray[np.int32], rows: NDArray[np.uint8]) -> None:
+        """Fill blocks from bytes as `read_blocks` returns them."""
+        self.group_slots(group)[blocks] = np.ascontiguousarray(rows).view(np.int64)
+        self.num_copied_tokens += len(blocks) * self.block_size
 
     # -- playing the model --------------------------------------------------------------------------------------------
 
@@ -344,7 +368,7 @@ class TokenMemory:
 
     def _blocks_of(self, sequence: Sequence) -> list[set[int]]:
         """Collect the blocks that a sequence has, by pool."""
-        found: list[set[int]] = [set() for _ in self._pools]
+        found: list[set[int]] = [set() for _ in self._tiers[DEVICE]]
         for group, pool in enumerate(self.pool_of):
             found[pool].update(sequence.group_blocks(group).tolist())
             found[pool].discard(-1)
@@ -353,12 +377,14 @@ class TokenMemory:
     def _require_exact_copies(self, moves: list[Move]) -> None:
         if self._manager is None:
             return
-        last = {(move.group, move.destination): move for move in moves if self.groups[move.group].kind != "state"}
-        for move in moves:  # single tokens that change places add to what is there
+        to_device = [move for move in moves if move.destination_tier == DEVICE]
+        last = {(move.group, move.destination): move for move in to_device if self.groups[move.group].kind != "state"}
+        for move in to_device:  # single tokens that change places add to what is there
             if move.source_offset or move.destination_offset:
                 last.pop((move.group, move.destination), None)
         committed = committed_blocks(self._manager)
-        if read_only := [move for (group, block), move in last.items() if block in committed[self.pool_of[group]]]:
+        copied = [(group, block, move) for (group, block), move in last.items() if move.source_tier == DEVICE]
+        if read_only := [move for group, block, move in copied if block in committed[self.pool_of[group]]]:
             raise WrongContents(f"{read_only} write blocks that are committed and read-only")
         for sequence in self._manager._state.rows.running() if last else ():
             if sequence.leader is None:

@@ -1,0 +1,79 @@
+"""What stores are to keep: blocks when they are committed or evicted, each with a key that says what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core.chain import Chain
+from kvist.core.extents import Blocks, Extent, Root
+from kvist.core.moves import BlockMoves, Move
+
+__all__ = ["COMMITTED", "EVICTED", "Keeper", "KeptBlocks", "Order"]
+
+COMMITTED, EVICTED = "committed", "evicted"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptBlocks:
+    """An order to hand blocks of one group to the stores: `keys[i]` is what `sources[i]` of a tier holds, int32 `[n]`.
+
+    `cause` is why now, "committed" or "evicted"; `priority` and `hits` are those of the content, for stores that do not
+    take everything. It is an order like a move, to be carried out in its place among them.
+    """
+
+    keys: list[bytes]
+    sources: NDArray[np.int32]
+    group: int
+    source_tier: str
+    cause: str
+    priority: int
+    hits: int
+
+
+Order = Move | BlockMoves | KeptBlocks
+"""What is to be done about bytes, in the order in which it was decided."""
+
+
+class Keeper:
+    """Orders blocks to be kept, on commit, on eviction, or both."""
+
+    def __init__(self, chain: Chain, order: Callable[[KeptBlocks], None], *, on_commit: bool, on_evict: bool) -> None:
+        self.chain = chain
+        self._order = order
+        self._on_commit = on_commit
+        self._on_evict = on_evict
+
+    def committed(self, extent: Extent, first: int, end: int) -> None:
+        """Order blocks first .. end-1 of the prefix that ends with an extent of the device, just published."""
+        if not self._on_commit or end <= first:
+            return
+        parts, node = [], extent
+        while node.start + node.num_blocks > first:
+            parts.append(node.blocks[:, max(first - node.start, 0) : end - node.start])
+            assert node.parent is not None
+            node = node.parent
+        blocks = np.concatenate(parts[::-1], axis=1)
+        self._keep(extent, first, blocks, "device", COMMITTED)
+
+    def evicted(self, extent: Extent, keep: int, tier: str) -> None:
+        """Order the whole blocks of an extent but the first `keep`, which is about to lose them."""
+        num_blocks = len(extent.tokens) // self.chain.block_bytes - keep
+        if self._on_evict and num_blocks > 0 and extent.key is not None:
+            blocks = extent.blocks[:, keep : keep + num_blocks]
+            self._keep(extent, extent.start + keep, blocks, tier, EVICTED)
+
+    def _keep(self, extent: Extent, first: int, blocks: Blocks, tier: str, cause: str) -> None:
+        digests = self.chain.of_path(extent, first, first + blocks.shape[1])
+        root = extent
+        while root.parent is not None:
+            root = root.parent
+        assert isinstance(root, Root)
+        for group, column in enumerate(blocks):
+            present = np.flatnonzero(column >= 0)
+            if len(present):
+                keys = self.chain.keys(root.namespace, [digests[at] for at in present.tolist()], group)
+                self._order(KeptBlocks(keys, column[present], group, tier, cause, extent.priority, extent.hits))

@@ -1,0 +1,358 @@
+"""The host tier: what the device evicts goes on there, below what the device still has of its prefix.
+
+Rules that must not be broken, with their reasons:
+
+- An extent here hangs in `lower` of an extent of the device, or in `children` of another one here. So a prefix is on
+  the device up to some block and here from there on, and whoever finds it finds the faster part first.
+- No two extents below one place have the same first block, on whichever tier: what the device publishes anew replaces
+  what is here.
+- Extents here have whole blocks only, and nobody goes on from one: it is promoted first. Until it has been, it has a
+  reference, and is not evicted.
+- What could not be reached any more, since what it hangs below is gone, goes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core.eviction import Candidates
+from kvist.core.extents import Blocks, Extent, Match, Twins
+from kvist.core.moves import BlockMoves
+from kvist.core.pool import BlockPool
+from kvist.core.tokens import common_prefix
+
+if TYPE_CHECKING:
+    from kvist.core.tree import PrefixTree
+
+__all__ = ["DEVICE", "HOST", "LowerTier"]
+
+DEVICE, HOST = "device", "host"
+
+MAX_JOINED = 256
+"""Blocks up to which an extent here is lengthened at its front: taken in block by block, a prefix is few extents."""
+
+
+class LowerTier:
+    """The pools of host memory, what is in them, and what is evicted from them first.
+
+    `pool_of` gives each group's pool; `order` takes the copies that are needed. What has less than `min_priority` or
+    `min_hits` is not taken in.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        pools: list[BlockPool],
+        pool_of: list[int],
+        queue: Candidates,
+        order: Callable[[BlockMoves], None],
+        *,
+        min_priority: int,
+        min_hits: int,
+    ) -> None:
+        self.tree = tree
+        self.pools = pools
+        self.pool_of = pool_of
+        self._groups_of = [[group for group, own in enumerate(pool_of) if own == pool] for pool in range(len(pools))]
+        self.queue = queue
+        self.order = order
+        self.min_priority = min_priority
+        self.min_hits = min_hits
+        self.num_extents = 0
+        self.num_demoted = self.num_promoted = self.num_evicted = self.num_refused = 0
+
+    def copy_from(self, other: LowerTier, twins: Twins) -> None:
+        """Have the copies of extents where another tier has the originals; `twins` are those of both tiers."""
+        for pool, original in zip(self.pools, other.pools, strict=True):
+            pool.copy_from(original)
+        self.queue.copy_from(other.queue, twins)
+        self.num_extents = other.num_extents
+        self.num_demoted, self.num_promoted = other.num_demoted, other.num_promoted
+        self.num_evicted, self.num_refused = other.num_evicted, other.num_refused
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def find(self, match: Match, tokens: bytes | memoryview, limit: int) -> Match:
+        """Follow `tokens` on from where a match on the device ends, in whole blocks, at most `limit` bytes far."""
+        block_bytes, position, extent = self.tree.block_bytes, match.position, match.extent
+        below = extent.lower if match.child is None else None
+        while below and position + block_bytes <= limit:
+            child = below.get(bytes(tokens[position : position + block_bytes]))
+            if child is None:
+                break
+            length = min(len(child.tokens), limit - position)
+            num_blocks = common_prefix(tokens, position, child.tokens, length) // block_bytes
+            position += num_blocks * block_bytes
+            if num_blocks < child.num_blocks:
+                longer = Match(extent, position)
+                longer.child, longer.child_blocks = child, num_blocks
+                return longer
+            extent, below = child, child.children
+        return Match(extent, position)
+
+    def extents(self) -> list[Extent]:
+        """List all extents here, parents first, in an order that does not depend on when they came."""
+        found: list[Extent] = []
+        for _, root in sorted(self.tree.roots.items(), key=lambda item: repr(item[0])):
+            for extent in root.subtree_in_order():
+                for _, child in sorted((extent.lower or {}).items()):
+                    found += child.subtree_in_order()
+        return found
+
+    # -- taking in ----------------------------------------------------------------------------------------------------
+
+    def take(self, parent: Extent, extent: Extent, keep: int) -> bool:
+        """Take in what an extent of the device is about to lose, its blocks but the first `keep`, below `parent`.
+
+        What hangs below it goes along. Returns whether any of it was taken; what was not is gone, with all below it.
+        """
+        num_blocks = len(extent.tokens) // self.tree.block_bytes - keep
+        if extent.keep.priority < self.min_priority or extent.hits < self.min_hits or num_blocks <= 0:
+            self.num_refused += extent.num_blocks - keep
+            self._forget_below(extent)
+            return False
+        blocks = extent.blocks[:, keep : keep + num_blocks]
+        num_taken = self._make_room(blocks)
+        if num_taken < num_blocks:
+            self.num_refused += num_blocks - num_taken
+            self._forget_below(extent)
+            blocks = blocks[:, :num_taken]
+        if not num_taken:
+            return False
+        at = keep * self.tree.block_bytes
+        tokens = bytes(extent.tokens[at : at + num_taken * self.tree.block_bytes])
+        self._hang(parent, extent, tokens, self._bring_in(blocks), extent.start + keep)
+        self.num_demoted += num_taken
+        return True
+
+    def _make_room(self, blocks: Blocks) -> int:
+        """Evict so that as many leading columns as can be fit in all pools; returns how many these are."""
+        needs = [np.cumsum((blocks[groups] >= 0).sum(axis=0)) for groups in self._groups_of]
+        for index, needed in enumerate(needs):
+            if needed[-1] > self.pools[index].num_free:
+                self._evict(index, int(min(needed[-1], self.pools[index].num_blocks)))
+        return min(
+            int(np.searchsorted(needed, pool.num_free, side="right"))
+            for needed, pool in zip(needs, self.pools, strict=True)
+        )
+
+    def _bring_in(self, blocks: Blocks) -> Blocks:
+        """Order copies of the device's blocks `[num_groups, n]`, and return the blocks here that they go to."""
+        taken = np.full(blocks.shape, -1, np.int32)
+        for group, index in enumerate(self.pool_of):
+            present = np.flatnonzero(blocks[group] >= 0)
+            if len(present):
+                taken[group, present] = self.pools[index].take(len(present))
+                self._order(group, blocks[group, present], taken[group, present], DEVICE, HOST)
+        return taken
+
+    def _order(
+        self, group: int, sources: NDArray[np.int32], destinations: NDArray[np.int32], source: str, destination: str
+    ) -> None:
+        self.order(BlockMoves(sources, destinations, self.tree.block_size, group, source, destination))
+
+    def _hang(self, parent: Extent, origin: Extent, tokens: bytes, blocks: Blocks, start: int) -> None:
+        """Put blocks below an extent of the device, and what has hung below them until now, in `origin.lower`."""
+        below, origin.lower = origin.lower, None
+        key = tokens[: self.tree.block_bytes]
+        if parent.lower is None:
+            parent.lower = {}
+        only = next(iter(below.values())) if below and len(below) == 1 else None
+        if only is not None and only.num_blocks <= MAX_JOINED and only.keep == origin.keep:
+            only.tokens, only.blocks = tokens + bytes(only.tokens), np.concatenate((blocks, only.blocks), axis=1)
+            only.has_holes = bool((only.blocks < 0).any())
+            only.start, only.key, only.parent = start, key, parent
+            parent.lower[key] = only
+            return
+        extent = Extent(parent, key, tokens, blocks, origin.created)
+        extent.start, extent.has_holes = start, bool((blocks < 0).any())
+        extent.last_use, extent.hits, extent.keep = origin.last_use, origin.hits, origin.keep
+        extent.children = below or None
+        for child in (below or {}).values():
+            child.parent = extent
+        parent.lower[key] = extent
+        self.num_extents += 1
+        if not below:
+            self._offer(extent)
+
+    # -- letting go ---------------------------------------------------------------------------------------------------
+
+    def _offer(self, leaf: Extent | None) -> None:
+        """Make a leaf a candidate for eviction, less what nothing could reach at its end."""
+        while leaf is not None and not leaf.references:
+            end = leaf.start + leaf.num_blocks
+            reached = self.tree.reach(leaf, end)
+            if reached > leaf.start:
+                if reached < end:
+                    self._shrink(leaf, reached - leaf.start)
+                self.queue.offer(leaf)
+                return
+            leaf = self._remove(leaf)
+
+    def _evict(self, index: int, wanted: int) -> None:
+        """Evict, in the policy's order and victims from their tails, until so many blocks of a pool are free."""
+        pool, groups = self.pools[index], self._groups_of[index]
+        while pool.num_free < wanted and self.queue.num_candidates:
+            victim = self.queue.first()
+            from_tail = np.cumsum((victim.blocks[groups] >= 0).sum(axis=0)[::-1])
+            keep = victim.num_blocks - 1 - int(np.searchsorted(from_tail, wanted - pool.num_free))
+            if keep > 0:
+                keep = self.tree.reach(victim, victim.start + keep) - victim.start
+            if keep > 0:
+                self.num_evicted += victim.num_blocks - keep
+                self._offer_to_stores(victim, keep)
+                self._shrink(victim, keep)
+            else:
+                self.queue.withdraw_first()
+                self.num_evicted += victim.num_blocks
+                self._offer_to_stores(victim, 0)
+                self._offer(self._remove(victim))
+
+    def _offer_to_stores(self, victim: Extent, keep: int) -> None:
+        if self.tree.keeper is not None:
+            self.tree.keeper.evicted(victim, keep, HOST)
+
+    def _shrink(self, leaf: Extent, keep: int) -> None:
+        at = keep * self.tree.block_bytes
+        self._give(leaf.blocks[:, keep:])
+        self.tree.remember_loss(leaf, bytes(leaf.tokens[at : at + self.tree.block_bytes]))
+        leaf.tokens, leaf.blocks = leaf.tokens[:at], leaf.blocks[:, :keep]
+
+    def _remove(self, leaf: Extent) -> Extent | None:
+        """Take a leaf that is no candidate out; returns its parent if that is here, and a leaf now."""
+        parent, key = leaf.parent, leaf.key
+        assert parent is not None
+        assert key is not None
+        self._give(leaf.blocks)
+        self.num_extents -= 1
+        leaf.parent = None
+        self.tree.remember_loss(parent, key)
+        if parent.lower is not None and parent.lower.get(key) is leaf:
+            self.unhang(parent, key)
+            return None
+        assert parent.children is not None
+        del parent.children[key]
+        if parent.children:
+            return None
+        parent.children = None
+        return parent
+
+    def unhang(self, parent: Extent, key: bytes) -> Extent:
+        """Take an extent, with all below it, from below one of the device; it is not given back."""
+        assert parent.lower is not None
+        extent = parent.lower.pop(key)
+        if not parent.lower:
+            parent.lower = None
+            self.tree.forget_if_unused(parent)
+        return extent
+
+    def forget_below(self, extent: Extent) -> None:
+        """Let go of all that hangs below an extent of the device."""
+        if extent.lower is not None:
+            self._forget_below(extent)
+
+    def _forget_below(self, extent: Extent) -> None:
+        below, extent.lower = extent.lower, None
+        for child in (below or {}).values():
+            for each in list(child.subtree()):
+                if each.ticket:
+                    self.queue.withdraw(each)
+                self._give(each.blocks)
+                self.num_extents -= 1
+                self.num_evicted += each.num_blocks
+                each.parent = each.children = None
+
+    def _give(self, blocks: Blocks) -> None:
+        for group, index in enumerate(self.pool_of):
+            column = blocks[group]
+            self.pools[index].give(column[column >= 0])
+
+    # -- going up -----------------------------------------------------------------------------------------------------
+
+    def split(self, extent: Extent, num_blocks: int) -> Extent:
+        """Cut an extent here after its first blocks and return the upper part; the lower one keeps its identity."""
+        if num_blocks == extent.num_blocks:
+            return extent
+        at, parent = num_blocks * self.tree.block_bytes, extent.parent
+        assert parent is not None
+        assert extent.key is not None
+        upper = Extent(parent, extent.key, bytes(extent.tokens[:at]), extent.blocks[:, :num_blocks], extent.created)
+        upper.start, upper.has_holes, upper.last_use = extent.start, extent.has_holes, extent.last_use
+        upper.hits, upper.keep = extent.hits, extent.keep
+        below = parent.lower if parent.lower is not None and parent.lower.get(extent.key) is extent else parent.children
+        assert below is not None
+        below[extent.key] = upper
+        extent.start += num_blocks
+        extent.parent, extent.tokens, extent.blocks = upper, extent.tokens[at:], extent.blocks[:, num_blocks:]
+        extent.key = bytes(extent.tokens[: self.tree.block_bytes])
+        upper.children = {extent.key: extent}
+        self.num_extents += 1
+        return upper
+
+    def bring_up(self, extent: Extent, parent: Extent, blocks: Blocks) -> Extent:
+        """Replace an extent here that hangs below one of the device by one there, and copy what `blocks` are for.
+
+        `blocks` `[num_groups, n]` are the device's, -1 where nothing is needed. Returns the extent there, which nobody
+        refers to yet; what hung below this one hangs below that.
+        """
+        assert extent.key is not None
+        self.unhang(parent, extent.key)
+        if extent.ticket:
+            self.queue.withdraw(extent)
+        for group in range(len(self.pool_of)):
+            wanted = np.flatnonzero(blocks[group] >= 0)
+            if len(wanted):
+                self._order(group, extent.blocks[group, wanted], blocks[group, wanted], HOST, DEVICE)
+        self._give(extent.blocks)
+        self.num_extents -= 1
+        self.num_promoted += extent.num_blocks
+        raised = self.tree.add_unheld(parent, extent, blocks)
+        self.hang_below(raised, extent.children)
+        extent.parent = extent.children = None
+        return raised
+
+    @staticmethod
+    def hang_below(extent: Extent, below: dict[bytes, Extent] | None) -> None:
+        """Let extents here hang below one of the device that nothing hangs below."""
+        extent.lower = below or None
+        for child in (below or {}).values():
+            child.parent = extent
+
+    def make_way(self, extent: Extent) -> None:
+        """Let go of what the device has just published, in `extent`; what hung below it here, hangs there."""
+        parent, key = extent.parent, extent.key
+        if parent is None or parent.lower is None or key is None or key not in parent.lower:
+            return
+        twin = self.unhang(parent, key)
+        length = min(len(twin.tokens), len(extent.tokens))
+        num_blocks = common_prefix(bytes(twin.tokens), 0, extent.tokens, length) // self.tree.block_bytes
+        if num_blocks < twin.num_blocks:
+            upper = self._cut_loose(twin, num_blocks)
+            below: dict[bytes, Extent] | None = {upper: twin}
+        else:
+            if twin.ticket:
+                self.queue.withdraw(twin)
+            self._give(twin.blocks)
+            self.num_extents -= 1
+            below = twin.children
+            twin.parent = twin.children = None
+        if not below:
+            return
+        if num_blocks == extent.num_blocks:
+            self.hang_below(extent, below)
+            return
+        self.hang_below(self.tree.split(extent, num_blocks), below)
+        self.make_way(extent)
+
+    def _cut_loose(self, extent: Extent, num_blocks: int) -> bytes:
+        """Give back the first blocks of an extent that hangs nowhere, and return the key that it has then."""
+        at = num_blocks * self.tree.block_bytes
+        self._give(extent.blocks[:, :num_blocks])
+        extent.tokens, extent.blocks = bytes(extent.tokens[at:]), extent.blocks[:, num_blocks:]
+        extent.start += num_blocks
+        extent.key = extent.tokens[: self.tree.block_bytes]
+        return extent.key

@@ -1,0 +1,172 @@
+"""Between the core, which knows what is worth keeping, the memory, which has the bytes, and the stores."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.config import CacheConfig
+from kvist.core import restoring
+from kvist.core.admission import prompt_needs
+from kvist.core.extents import Blocks, Extent, Match, Namespace
+from kvist.core.keeping import KeptBlocks
+from kvist.core.restoring import Missing
+from kvist.core.state import CacheState
+from kvist.core.tokens import TOKEN_BYTES
+from kvist.errors import ArgumentTypeError
+from kvist.tiers.protocol import StoreFormat
+from kvist.tiers.stack import Coming, StoreStack, open_stack
+
+__all__ = ["ByteMemory", "StoreLink", "link_of"]
+
+
+@runtime_checkable
+class ByteMemory(Protocol):
+    """A memory whose blocks can be read and written as bytes, as stores keep them."""
+
+    def block_format(self) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
+        """Return the bytes of one block of each group, and what they are, as JSON can say it."""
+
+    def read_blocks(self, group: int, blocks: NDArray[np.int32], tier: str = "device") -> Any:
+        """Return blocks as bytes, `[n, block_bytes]`, contiguous, on the host, as an array or tensor."""
+
+    def write_blocks(self, group: int, blocks: NDArray[np.int32], rows: Any) -> None:
+        """Fill blocks from bytes as `read_blocks` returns them."""
+
+
+class StoreLink:
+    """Hands blocks to the stores and gets them back, for one manager.
+
+    `prefill_tokens_per_s` is how fast the engine computes a prompt: what would take longer to load is computed. None
+    loads everything that is found. `num_stored_tokens` counts the tokens of prompts that came from stores, and
+    `num_declined_tokens` those that were there and were faster to compute.
+    """
+
+    def __init__(self, config: CacheConfig, memory: ByteMemory) -> None:
+        block_bytes, layers = memory.block_format()
+        self._memory = memory
+        self._block_bytes = block_bytes
+        format = StoreFormat(config.model, config.block_size, block_bytes, layers)
+        self.stack: StoreStack = open_stack(config.stores, format)
+        self.prefill_tokens_per_s: float | None = None
+        self.num_stored_tokens = self.num_declined_tokens = 0
+
+    def keep(self, order: KeptBlocks) -> None:
+        """Hand blocks to the stores that want such."""
+        if self.stack.wants(order.cause, order.priority, order.hits):
+            rows = np.asarray(self._memory.read_blocks(order.group, order.sources, order.source_tier))
+            self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
+
+    def find(
+        self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
+    ) -> tuple[Missing, int] | None:
+        """Look what the stores have of a prompt beyond the device; returns it with the blocks that it would add."""
+        missing = restoring.missing_of(state, prompt, namespace, limit, match)
+        if missing is None:
+            return None
+        columns = np.arange(len(missing.digests))
+        present = np.zeros((len(state.spans), len(columns)), bool)
+        end = len(columns)
+        for group, span in enumerate(state.spans):  # full attention comes first, and says how far it is worth asking
+            if span.kind != "cross":
+                present[group, :end] = self.stack.contains(missing.keys(state, group, columns[:end]))
+                end = end if span.kind != "full" else missing.reach_of_full(present)
+        end = missing.reach(state, present)
+        return (missing, end) if end else None
+
+    def bring_up(
+        self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,
+        num_beams: int,
+    ) -> tuple[Extent, list[tuple[NDArray[np.int32], Any]]] | None:  # fmt: skip
+        """Get what the stores have of a prompt, and make room for it on the device.
+
+        Returns the extent, held, and for each group the blocks and the bytes to be written into them. None where
+        nothing was found, or came in time, or where there is no room for it and the rest of the prompt.
+        """
+        found = self.find(state, prompt, namespace, limit, match)
+        if found is None or not self._pays(state, *found):
+            return None
+        missing, end = found
+        if not restoring.can_install(state, missing, end, self._other_needs(state, prompt, missing, end, num_beams)):
+            return None
+        wanted = missing.wanted(state, end)
+        present = np.zeros((len(state.spans), len(missing.digests)), bool)
+        rows: list[NDArray[np.uint8]] = []
+        for group, columns in enumerate(wanted):
+            contents, came = self.stack.get(missing.keys(state, group, columns), group)
+            present[group, columns[came]] = True
+            rows.append(contents)
+        end = missing.reach(state, present)
+        others = self._other_needs(state, prompt, missing, end, num_beams)
+        installed = restoring.install(state, missing, end, others) if end else None
+        if installed is None:
+            return None
+        extent, blocks = installed
+        self.num_stored_tokens += end * state.block_size
+        return extent, _filled(blocks, wanted, rows)
+
+    def fill(self, fillings: list[tuple[NDArray[np.int32], Any]]) -> None:
+        """Write bytes into the blocks of each group."""
+        for group, (blocks, rows) in enumerate(fillings):
+            if len(blocks):
+                self._memory.write_blocks(group, blocks, rows)
+
+    def fetch_ahead(
+        self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
+    ) -> tuple[int, Coming]:
+        """Start to get what the stores have of a prompt; returns how many tokens are asked for."""
+        missing = restoring.missing_of(state, prompt, namespace, limit, match)
+        if missing is None:
+            return 0, Coming()
+        columns = np.arange(len(missing.digests))
+        kinds = [span.kind for span in state.spans]
+        keys = [[] if kind == "cross" else missing.keys(state, group, columns) for group, kind in enumerate(kinds)]
+        return len(columns) * state.block_size, self.stack.fetch_ahead(keys)
+
+    def _pays(self, state: CacheState, missing: Missing, end: int) -> bool:
+        """Say whether loading takes less time than computing."""
+        if self.prefill_tokens_per_s is None:
+            return True
+        counts = [len(columns) for columns in missing.wanted(state, end)]
+        num_bytes = sum(n * size for n, size in zip(counts, self._block_bytes, strict=True))
+        num_tokens = end * state.block_size
+        pays = self.stack.seconds_to_get(num_bytes, sum(counts)) < num_tokens / self.prefill_tokens_per_s
+        self.num_declined_tokens += 0 if pays else num_tokens
+        return pays
+
+    @staticmethod
+    def _other_needs(
+        state: CacheState, prompt: bytes | memoryview, missing: Missing, end: int, num_beams: int
+    ) -> list[int]:
+        if not num_beams:
+            return [0] * len(state.pools)
+        num_cached = (missing.num_device + end) * state.block_size
+        return prompt_needs(state, len(prompt) // TOKEN_BYTES, num_cached, num_beams, 0)
+
+
+def link_of(config: CacheConfig, memory: object) -> StoreLink | None:
+    """Open the stores of a configuration, if it has any.
+
+    Raises ArgumentTypeError without a memory that gives bytes, and what opening the stores raises.
+    """
+    if not config.stores or not config.reuse:
+        return None
+    if not isinstance(memory, ByteMemory):
+        raise ArgumentTypeError(
+            f"memory is a {type(memory).__name__}: stores need one with block_format, read_blocks and write_blocks"
+        )
+    return StoreLink(config, memory)
+
+
+def _filled(
+    blocks: Blocks, wanted: list[NDArray[np.intp]], rows: list[NDArray[np.uint8]]
+) -> list[tuple[NDArray[np.int32], Any]]:
+    """Pair the blocks of each group with the bytes for them."""
+    fillings = []
+    for group, (columns, contents) in enumerate(zip(wanted, rows, strict=True)):
+        used = np.flatnonzero(columns < blocks.shape[1])
+        used = used[blocks[group, columns[used]] >= 0]
+        fillings.append((blocks[group, columns[used]], contents[used]))
+    return fillings
