@@ -18,7 +18,7 @@ from kvist.core.identity import Media
 from kvist.core.keeping import KeptBlocks, Order
 from kvist.core.lower import DEVICE
 from kvist.core.manager import CacheCore
-from kvist.core.matching import Prefetch
+from kvist.core.matching import Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
 from kvist.core.sequences import Sequence, Sequences
 from kvist.core.tokens import TOKEN_BYTES, Tokens
@@ -128,6 +128,27 @@ class KVCacheManager(CacheCore):
             restoring.discard(self._state, extent)
             return None
         return extent
+
+    def match_prefix(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace = (),
+        media: Iterable[Media] = (),
+        extra_ids: ArrayLike | None = None,
+    ) -> PrefixMatch:
+        """Look how much of a prompt could be reused now, all tokens but the last, and why not more; changes nothing.
+
+        Arguments are those of `add_sequence`. Stores are asked, each for its time limit at most; what they say that
+        they have is in `tiers`, and not in `num_tokens`: an admission has yet to get it.
+        """
+        found = super().match_prefix(tokens, namespace=namespace, media=media, extra_ids=extra_ids)
+        if self._link is None:
+            return found
+        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
+        match = admission.match_prompt(self._state, prompt, namespace)
+        stored = self._link.told(self._state, prompt, namespace, match, found.num_block_tokens)
+        return found._replace(stored=stored)
 
     def prefetch(
         self,

@@ -107,6 +107,22 @@ class StoreLink:
         self.num_stored_tokens += end * state.block_size
         return extent, _filled(blocks, wanted, rows)
 
+    def told(
+        self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
+    ) -> tuple[tuple[str, int], ...]:
+        """Return how many tokens of a prompt after its first `first` each store says it has, by name."""
+        counts = dict.fromkeys(self.stack.names, 0)
+        found = self.find(state, prompt, namespace, len(prompt) - TOKEN_BYTES, match)
+        if found is not None:
+            missing, end = found
+            columns = np.arange(max(first // state.block_size - missing.num_device, 0), end)
+            group = next(group for group, span in enumerate(state.spans) if span.kind != "cross")
+            wanted = np.intersect1d(missing.wanted(state, end)[group], columns)
+            for name in self.stack.where(missing.keys(state, group, wanted)):
+                counts[name] = counts.get(name, 0) + state.block_size
+            counts.pop("", None)
+        return tuple(counts.items())
+
     def fill(self, fillings: list[tuple[NDArray[np.int32], Any]]) -> None:
         """Write bytes into the blocks of each group."""
         for group, (blocks, rows) in enumerate(fillings):

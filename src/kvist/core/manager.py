@@ -43,6 +43,7 @@ from kvist.core.explanation import Explanation
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
+from kvist.core.keeping import KeptBlocks
 from kvist.core.lower import HOST
 from kvist.core.matching import Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
@@ -360,9 +361,8 @@ class CacheCore:
         if find is None:
             return self._told(prompt, namespace, match)._replace(num_host_tokens=0)
         num_host = (find.num_columns - find.num_device) * self._state.block_size
-        return self._told(prompt, namespace, find.whole(self._state.tree.block_bytes))._replace(
-            num_host_tokens=num_host
-        )
+        told = self._told(prompt, namespace, find.whole(self._state.tree.block_bytes))
+        return told._replace(num_host_tokens=num_host)
 
     def _told(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
         """Say what a match of a prompt is, and why it is not longer."""
@@ -699,7 +699,8 @@ class CacheCore:
 
     def take_moves(self) -> list[Move]:
         """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""
-        moves, self._state.moves = one_by_one(self._state.moves), []
+        moves = one_by_one(self._state.moves)
+        self._state.moves = [order for order in self._state.moves if isinstance(order, KeptBlocks)]
         return moves
 
 

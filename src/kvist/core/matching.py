@@ -20,7 +20,8 @@ class PrefixMatch(NamedTuple):
     the last token is missing. What was evicted went `evicted_s` seconds before, for the reason `eviction`.
     `num_known_tokens` are known to the cache, in whole blocks, although windows or states to go on from are not there.
     `runs` are the packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in
-    bytes is not copied for them. With a host tier, `num_host_tokens` of the tokens in whole blocks are there.
+    bytes is not copied for them. With a host tier, `num_host_tokens` of the tokens in whole blocks are there. `stored`
+    are tokens beyond these that stores say they have, by the store's name: they come if they come in time.
     """
 
     namespace: Namespace
@@ -33,9 +34,10 @@ class PrefixMatch(NamedTuple):
     eviction: str = ""
     runs: tuple[tuple[bytes, int], ...] = ()
     num_host_tokens: int | None = None
+    stored: tuple[tuple[str, int], ...] = ()
 
     def __repr__(self) -> str:
-        told = (f"{name}={value!r}" for name, value in zip(self._fields[:-2], self, strict=False))
+        told = (f"{name}={value!r}" for name, value in zip(self._fields[:8], self, strict=False))
         return f"PrefixMatch({', '.join(told)})"
 
     @property
@@ -55,10 +57,10 @@ class PrefixMatch(NamedTuple):
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Tokens by the tier that they were found in."""
+        """Tokens by the tier that they were found in, with those that stores say they have."""
         if self.num_host_tokens is None:
-            return {DEVICE: self.num_tokens}
-        return {DEVICE: self.num_tokens - self.num_host_tokens, HOST: self.num_host_tokens}
+            return {DEVICE: self.num_tokens, **dict(self.stored)}
+        return {DEVICE: self.num_tokens - self.num_host_tokens, HOST: self.num_host_tokens, **dict(self.stored)}
 
 
 class Awaited(Protocol):
