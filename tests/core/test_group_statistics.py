@@ -8,7 +8,7 @@ from tests.core.layers import CROSS, FULL, chunked, grouped, sliding, state, tab
 from tests.core.small import cached, computed, small
 
 from kvist import NeverFits, OutOfBlocks, SequenceError
-from kvist.core.statistics import RECENT_PROMPTS, Counters
+from kvist.core.statistics import RECENT_PROMPTS
 
 LAYERS = {
     "full": [FULL],
@@ -125,17 +125,18 @@ def test_a_failed_admission_counts_nothing():
 
 
 def test_the_recent_hit_rate_forgets_what_is_long_ago():
-    counters = Counters(1)
+    manager = small(block_size=4, num_blocks=8)
     for _ in range(RECENT_PROMPTS):
-        counters.admit(10, 0, "cold")
-    assert counters.recent_token_hit_rate == 0
+        manager.free(manager.add_sequence([1] * 5))
+    assert manager.stats().recent_token_hit_rate == 0
+    computed(manager, [1] * 5)
     for _ in range(RECENT_PROMPTS // 2):
-        counters.admit(10, 8, "")
-    assert counters.recent_token_hit_rate == 0.4
+        manager.free(manager.add_sequence([1] * 5))
+    assert manager.stats().recent_token_hit_rate == pytest.approx(0.4, abs=0.001)
     for _ in range(RECENT_PROMPTS):
-        counters.admit(10, 8, "")
-    assert counters.recent_token_hit_rate == 0.8
-    assert counters.num_hit_tokens / counters.num_query_tokens < 0.8
+        manager.free(manager.add_sequence([1] * 5))
+    assert manager.stats().recent_token_hit_rate == 0.8
+    assert manager.stats().token_hit_rate < 0.8
 
 
 def test_rates_of_nothing_are_nothing():

@@ -131,7 +131,7 @@ def bring_up(
     return (match, None) if held is None else (match_prompt(state, prompt, namespace, limit), held)
 
 
-def admit(
+def admit(  # noqa: C901, PLR0912  # every request comes here, and each further call would cost it 0.2 µs
     state: CacheState,
     prompt: bytes | memoryview,
     namespace: Namespace,
@@ -156,13 +156,18 @@ def admit(
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
     if state.is_plain and num_beams == 1:
         needs = [num_blocks - num_reused]
+        if needs[0] > state.pools[0].num_free:
+            state.require_evictable(needs, match)
     else:
         needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
-    state.require(needs, match)
+        state.require(needs, match)
     sources = _sources(match) if match and match.source else None
     miss = "" if resumed else miss_of(state, prompt, namespace, match)
 
-    extent: Extent = extent_of(state, match) if match else tree.root(namespace)
+    if match is None:
+        extent: Extent = tree.root(namespace)
+    else:
+        extent = match.extent if match.child is None else tree.split(match.child, match.child_blocks)
     tree.hold(extent)
     sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
     if resumed is None:
@@ -172,12 +177,15 @@ def admit(
         _fill_from_tree(state, sequence, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
     if state.is_plain:
-        if needs[0] > state.pools[0].num_free:
-            state.make_room(needs)
+        num_missing = needs[0] - state.pools[0].num_free
+        if num_missing > 0:
+            state.counters.groups[0].num_reallocated += num_missing
+            tree.evict(state.pools[0], num_missing)
         rows.block_table[0, sequence.row, num_reused:num_blocks] = state.take(0, num_blocks - num_reused)
     else:
         _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
-    _note_cached(state, sequence, match, sources, num_reused)
+    if sources is not None or retention is not None:
+        _note_cached(state, sequence, match, sources, num_reused)
     if num_beams > 1:
         branches.add_beams(state, sequence, bytes(prompt), num_beams)
     return sequence
@@ -186,17 +194,24 @@ def admit(
 def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
     """Count a prompt that has just been admitted, and the blocks of each group that it reused or was given."""
     num_tokens, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
-    state.counters.admit(num_tokens, num_cached, sequence.miss)
+    counters, miss = state.counters, sequence.miss
+    counters.num_admitted += 1
+    counters.num_query_tokens += num_tokens
+    counters.num_hit_tokens += num_cached
+    if miss:
+        counters.misses[miss] = counters.misses.get(miss, 0) + num_tokens - 1 - num_cached
+    counters.recent.append((num_tokens, num_cached))
     num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size
     num_new = num_blocks - num_reused
     if num_beams > 1:
         num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)
+    groups = counters.groups
     if state.is_plain:
-        counters = state.counters.groups[0]
-        counters.num_reused += num_reused
-        counters.num_missed += num_new
+        only = groups[0]
+        only.num_reused += num_reused
+        only.num_missed += num_new
         return
-    row, rows, groups = sequence.row, state.rows, state.counters.groups
+    row, rows = sequence.row, state.rows
     if state.has_full:
         groups[0].admit(num_reused, num_new)
     for group in state.linear:

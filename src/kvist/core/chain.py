@@ -7,7 +7,6 @@ size) and the namespace. It depends on nothing else: not on the process, the mac
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -53,12 +52,12 @@ class Chain:
 
     def extend(self, digest: bytes, packed: bytes | bytearray | memoryview) -> list[bytes]:
         """Return the digest of each whole block of packed ids that come after the block with this digest."""
-        content, size = bytes(packed), self.block_bytes
-        if sys.byteorder == "big":
-            content = np.frombuffer(content, np.int32).astype("<i4").tobytes()
-        end = len(content) - len(content) % size
-        marks = self._marks(packed) if end and (np.frombuffer(packed, np.int32) < 0).any() else {}
-        digests = []
+        size = self.block_bytes
+        end = len(packed) - len(packed) % size
+        ids, marks = np.frombuffer(packed[:end], np.int32), {}
+        if end and (ids < 0).any():
+            ids, marks = self._identities.tokens(packed[:end]), self._marks(packed[:end])
+        content, digests = ids.astype("<i4").tobytes(), []
         for at in range(0, end, size):
             digest = sha256(digest + content[at : at + size] + marks.get(at // size, b"")).digest()
             digests.append(digest)
@@ -79,41 +78,58 @@ class Chain:
         while node.parent is not None and node.start > first:
             nodes.append(node)
             node = node.parent
-        nodes.append(node)
-        digest, found = self._before(nodes[-1], first), []
-        for node in reversed(nodes):
-            if node.parent is not None:
-                skip = max(first - node.start, 0) * self.block_bytes
-                stop = (end - node.start) * self.block_bytes
-                found += self.extend(digest, node.tokens[skip:stop])
-                digest = found[-1] if found else digest
-                done = min(len(node.tokens) // self.block_bytes, end - node.start)
-                if found and done > (node.chain or (0,))[0]:
-                    node.chain = (done, digest)
+        digest = self._before(node, first)
+        found: list[bytes] = []
+        for each in [node, *reversed(nodes)]:
+            if each.parent is not None:
+                skip = max(first - each.start, 0) * self.block_bytes
+                new = self.extend(digest, each.tokens[skip : (end - each.start) * self.block_bytes])
+                found += new
+                if new:
+                    digest = new[-1]
+                    self._note(each, first + len(found), digest)
         return found
 
     def _before(self, extent: Extent, column: int) -> bytes:
         """Return the digest of the block before a column of an extent, or before its first, and note it there."""
         path, node = [], extent
-        while node.parent is not None and not self._is_known(node, column):
+        while node.parent is not None and not _is_known(node, column):
             path.append(node)
             node = node.parent
         if isinstance(node, Root):
-            digest, done = self.root(node.namespace), 0
+            done, digest = 0, self.root(node.namespace)
         else:
             assert node.chain is not None
-            done, digest = node.start + node.chain[0], node.chain[1]
+            done, digest = node.chain
         for each in [node, *reversed(path)]:
-            stop = min(each.start + each.num_blocks, max(column, extent.start))
+            stop = min(each.start + each.num_blocks, column)
             if each.parent is not None and stop > done:
                 low, high = (done - each.start) * self.block_bytes, (stop - each.start) * self.block_bytes
                 digest, done = self.extend(digest, each.tokens[low:high])[-1], stop
-                each.chain = (stop - each.start, digest)
+                self._note(each, stop, digest)
         return digest
 
     @staticmethod
-    def _is_known(extent: Extent, column: int) -> bool:
-        return extent.chain is not None and extent.start + extent.chain[0] <= max(column, extent.start)
+    def _note(extent: Extent, end: int, digest: bytes) -> None:
+        """Keep the digest of a prefix that ends inside an extent, or at its end: the longest that is still right."""
+        if extent.chain is None or not end <= extent.chain[0] <= extent.start + extent.num_blocks:
+            extent.chain = (end, digest)
+
+    @staticmethod
+    def forget(extent: Extent, first: int) -> None:
+        """Forget what was noted of blocks from `first` on of a prefix that ends with an extent: they are others now."""
+        node = extent
+        while node.parent is not None and node.start + node.num_blocks > first:
+            if node.chain is not None and node.chain[0] > first:
+                node.chain = None
+            node = node.parent
+
+
+def _is_known(extent: Extent, column: int) -> bool:
+    """Say whether the digest of a prefix is noted that ends inside an extent, and not after a column."""
+    if extent.chain is None:
+        return False
+    return extent.start < extent.chain[0] <= min(column, extent.start + extent.num_blocks)
 
 
 def _typed(part: str | int | bytes) -> bytes:

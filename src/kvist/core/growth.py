@@ -177,7 +177,8 @@ def _runs(
 def commit_one(state: CacheState, sequence: Sequence) -> None:
     """Commit all tokens of one sequence without array operations, which cost more than they save for a single row."""
     rows = state.rows
-    rows.check_running(sequence, "commit")
+    if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not rows or sequence.leader is not None:
+        rows.check_running(sequence, "commit")
     row = sequence.row
     if state.max_chunk_tokens:
         _check_chunk(state, np.array([row]), np.array([rows.tokens_of[row]]))

@@ -49,6 +49,7 @@ class Keeper:
 
     def committed(self, extent: Extent, first: int, end: int) -> None:
         """Order blocks first .. end-1 of the prefix that ends with an extent of the device, just published."""
+        self.chain.forget(extent, first)
         if not self._on_commit or end <= first:
             return
         parts, node = [], extent

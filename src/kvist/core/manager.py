@@ -139,9 +139,10 @@ class CacheCore:
             num_encoder_tokens=num_encoder_tokens,
             reuses=bool(reuse) and not num_encoder_tokens,
         )
-        for each in (held, restored):
-            if each is not None:
-                state.tree.release(each)
+        if held is not None:
+            state.tree.release(held)
+        if restored is not None:
+            state.tree.release(restored)
         if state.moves:
             self._perform_moves([sequence])
         admission.count_prompt(state, sequence, num_beams)
@@ -270,7 +271,8 @@ class CacheCore:
             sequence._suspended = None
             del state.suspended[sequence]
             return
-        state.rows.check_live(sequence, "free")
+        if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not state.rows:
+            state.rows.check_live(sequence, "free")
         if sequence._beams is not None:
             branches.leave_beams(state, sequence)
         state.end(sequence, publish=publish)

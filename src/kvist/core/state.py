@@ -275,10 +275,11 @@ class CacheState:
         """Raise OutOfBlocks unless so many blocks of each pool could be had without what the match would hold."""
         for index, needed in enumerate(needs):
             if needed > self.pools[index].num_free:
-                self._require_evictable(needs, match)
+                self.require_evictable(needs, match)
                 return
 
-    def _require_evictable(self, needs: list[int], match: Match | None) -> None:
+    def require_evictable(self, needs: list[int], match: Match | None) -> None:
+        """Raise OutOfBlocks unless so many blocks of each pool are free or can be evicted, as `require` does."""
         if self._any_row_due or self._due_rows:
             self.publish_committed()
         if self._slides_due:

@@ -180,7 +180,6 @@ class Counters:
     """What a manager counts as it goes."""
 
     __slots__ = (
-        "_recent",
         "groups",
         "misses",
         "num_admitted",
@@ -190,6 +189,7 @@ class Counters:
         "num_resumed",
         "num_shared_blocks",
         "num_suspended",
+        "recent",
     )
 
     def __init__(self, num_groups: int) -> None:
@@ -197,22 +197,13 @@ class Counters:
         self.misses: dict[str, int] = {}
         self.num_admitted = self.num_query_tokens = self.num_hit_tokens = self.num_shared_blocks = 0
         self.num_suspended = self.num_resumed = self.num_recomputed_tokens = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PROMPTS)
-
-    def admit(self, num_tokens: int, num_cached_tokens: int, miss: str) -> None:
-        """Count a prompt that was admitted."""
-        self.num_admitted += 1
-        self.num_query_tokens += num_tokens
-        self.num_hit_tokens += num_cached_tokens
-        if miss:
-            self.misses[miss] = self.misses.get(miss, 0) + num_tokens - 1 - num_cached_tokens
-        self._recent.append((num_tokens, num_cached_tokens))
+        self.recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PROMPTS)
 
     @property
     def recent_token_hit_rate(self) -> float:
         """Share of the tokens of the last prompts that were reused, 0 to 1."""
-        tokens = sum(num_tokens for num_tokens, _ in self._recent)
-        return sum(num_cached for _, num_cached in self._recent) / tokens if tokens else 0.0
+        tokens = sum(num_tokens for num_tokens, _ in self.recent)
+        return sum(num_cached for _, num_cached in self.recent) / tokens if tokens else 0.0
 
     def frozen_misses(self) -> Mapping[str, int]:
         """Copy the missed tokens by reason."""

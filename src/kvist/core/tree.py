@@ -35,6 +35,8 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 __all__ = ["PrefixTree"]
 
 FEW_CHILDREN = 4
+SHORT_BYTES = 4096
+"""So many bytes are copied faster than they are made to shrink in place."""
 
 
 class PrefixTree:
@@ -221,7 +223,8 @@ class PrefixTree:
                 return
             parent = extent.parent
             if parent is None:
-                self._forget_if_empty(extent)
+                if not extent.children:
+                    self._forget_if_empty(extent)
                 return
             if extent.key is None:
                 self._give(extent.blocks, has_holes=extent.has_holes)
@@ -477,13 +480,16 @@ class PrefixTree:
         blocks, tokens, at = extent.blocks, extent.tokens, keep * self.block_bytes
         self.num_evictable -= blocks.shape[1] - keep
         num_blocks = self._give(blocks[:, keep:], has_holes=extent.has_holes)
-        if isinstance(tokens, bytes):
-            tokens = extent.tokens = bytearray(tokens)
         extent.blocks, extent.lost = blocks[:, :keep], None
         self.num_evicted[self.reason] += num_blocks
         if is_lost:
             self.remember_loss(extent, bytes(tokens[at : at + self.block_bytes]))
-        del tokens[at:]
+        if len(tokens) <= SHORT_BYTES:
+            extent.tokens = tokens[:at]
+        else:
+            if isinstance(tokens, bytes):
+                tokens = extent.tokens = bytearray(tokens)
+            del tokens[at:]
 
     def _demote(self, extent: Extent, keep: int, *, remember: bool) -> bool:
         """Offer slower tiers the blocks of a leaf but the first `keep`; returns whether they are lost."""
