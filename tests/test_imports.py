@@ -204,7 +204,20 @@ def test_import_kvist_loads_nothing_but_numpy_and_the_standard_library():
 
 
 def test_import_kvist_loads_no_optional_package_or_layer():
-    optional = ["torch", "transformers", "tokenizers", "safetensors", "gguf", "typer", "rich", "hypothesis", "pytest"]
+    optional = [
+        "torch",
+        "redis",
+        "obstore",
+        "xxhash",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "gguf",
+        "typer",
+        "rich",
+        "hypothesis",
+        "pytest",
+    ]
     heavy = ["kvist.testing", "kvist.cli", "kvist.serve", "kvist.memory.arena", "asyncio", "multiprocessing"]
     assert not modules_after("import kvist").intersection([*optional, *heavy])
 
