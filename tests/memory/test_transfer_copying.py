@@ -12,15 +12,17 @@ from kvist.config import DTYPES, AttentionSpec
 from kvist.errors import ArgumentError, LayoutError
 from kvist.memory.transfers import Copier, copying
 
-WAYS = {"a call for each piece": 1, "through a buffer": 1 << 30}
+WAYS = {"a call for each piece": 1, "through the cache": 1 << 30}
+"""The size from which pieces are large."""
 
 
-@pytest.fixture(params=product(WAYS.values(), (1, 3)), ids=[f"{way}, {n} threads" for way, n in product(WAYS, (1, 3))])
+@pytest.fixture(params=product(WAYS.values(), (1, 3), (0, 16)), ids=lambda ways: ", ".join(map(str, ways)))
 def copier(request, monkeypatch):
     """Every way, in tasks so small that there are several of each."""
-    limit, num_threads = request.param
+    limit, num_threads, few = request.param
+    monkeypatch.setattr(copying, "FEW_ROWS", few)
     monkeypatch.setattr(copying, "LARGE_PIECE_BYTES", limit)
-    monkeypatch.setattr(copying, "BUFFER_BYTES", 96)
+    monkeypatch.setattr(copying, "CACHED_BYTES", 96)
     monkeypatch.setattr(copying, "TASK_BYTES", 128)
     copier = Copier(num_threads)
     yield copier
@@ -137,8 +139,10 @@ def test_tensors_of_another_kind_are_refused():
         copier.copy_rows(rows, int64(0), random_bytes(8, 4).T, int64(1))
     with pytest.raises(LayoutError, match=r"rows of \[8\] cannot be copied into \[4\]"):
         copier.copy_rows(rows, int64(0), rows[:, :4], int64(1))
-    with pytest.raises(LayoutError, match=r"\[2\] and \[1\]"):
+    with pytest.raises(LayoutError, match="there are 2 source ids, but 1 destination ids"):
         copier.copy_rows(rows, int64(0, 1), rows, int64(1))
+    with pytest.raises(LayoutError, match=r"ids must be \[n\], got \[1, 1\]"):
+        copier.copy_rows(rows, int64(0)[None], rows, int64(1)[None])
     with pytest.raises(ArgumentError, match="num_threads must be at least 1, got 0"):
         Copier(0)
 
@@ -151,7 +155,7 @@ def test_an_error_of_any_thread_is_raised_and_the_next_copy_is_made(monkeypatch)
         raise OSError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "_through_buffer", failing)
+        patch.setattr(copying, "_move", failing)
         with pytest.raises(OSError, match="no"):
             copier.copy_rows(source, int64(0), destination, int64(1))
     copier.copy_rows(source, int64(0), destination, int64(1))

@@ -24,7 +24,7 @@ from tests.memory.transfer_rig import (
 from kvist.config import DTYPES, AttentionSpec
 from kvist.core.moves import BlockMoves, Move
 from kvist.errors import ArgumentError, TransferError
-from kvist.memory.transfers import Copier, CpuDevice, MovesFailed, copying
+from kvist.memory.transfers import Copier, CpuDevice, MovesFailed
 from kvist.testing.fake_device import TORN, FakeDevice
 
 CONFIGS = {
@@ -137,16 +137,12 @@ def test_TRT82_tokens_of_every_element_type_are_copied_alike(dtype):
         assert not tokens[2, num_tokens:].any()
 
 
-@pytest.mark.parametrize("limit", [1, 1 << 30])
-def test_blocks_that_change_places_are_all_read_before_any_is_written(limit, monkeypatch):
-    monkeypatch.setattr(copying, "LARGE_PIECE_BYTES", limit)
+def test_blocks_that_are_read_and_written_are_not_left_to_threads(monkeypatch):
     rig, plain = on_cpu(FULL_ONLY), Rig(FULL_ONLY)
+    monkeypatch.setattr(Copier, "copy_pairs", lambda *_: pytest.fail("threads may write before they have read"))
     moves = [Move(0, 1, BLOCK_SIZE), Move(2, 0, BLOCK_SIZE), Move(4, 2, BLOCK_SIZE)]
-    monkeypatch.setattr(copying, "TASK_BYTES", 1)
-    monkeypatch.setattr(copying, "BUFFER_BYTES", rig.layouts[0].planes[0].num_bytes)
-    backwards = [Move(5, 6, BLOCK_SIZE), Move(6, 5, BLOCK_SIZE)]
-    rig.manager.perform([*moves, *backwards])
-    for move in [*moves, *backwards]:
+    rig.manager.perform(moves)
+    for move in moves:
         plain.apply(move)
     assert rig.everything() == plain.everything()
 

@@ -1,21 +1,30 @@
-"""What proves a cache manager right, for users to prove theirs with: an oracle memory, a machine, a suite for policies.
+"""What proves a cache manager right, for users to prove theirs with: an oracle memory, a machine, suites, faults.
 
-`TokenMemory` and `PolicySuite` need NumPy only; `CacheMachine` and what makes one need Hypothesis
-(`pip install kvist[testing]`).
+`CacheMachine` and what makes one need Hypothesis (`pip install kvist[testing]`), `FakeDevice` needs torch; the others
+need NumPy only.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
 from kvist.testing.policies import PolicySuite, num_hit_tokens
+from kvist.testing.stores import StoreSuite
 from kvist.testing.token_memory import Prefixes, TokenMemory, WrongContents
 
 if TYPE_CHECKING:
+    from kvist.testing.fake_device import FakeDevice
     from kvist.testing.machine import CacheMachine, cache_configs, cache_machine
 
 __all__ = [
     "CacheMachine",
+    "Crash",
+    "FakeDevice",
+    "Fault",
+    "FaultyFiles",
     "PolicySuite",
     "Prefixes",
+    "StoreSuite",
     "TokenMemory",
     "WrongContents",
     "cache_configs",
@@ -24,15 +33,22 @@ __all__ = [
 ]
 
 
+_NEEDS = {
+    "CacheMachine": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
+    "cache_configs": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
+    "cache_machine": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
+    "FakeDevice": ("fake_device", "torch", "torch: pip install 'kvist[torch]'"),
+}
+"""Names that need an optional package: their module, the package, and how it is had."""
+
+
 def __getattr__(name: str) -> Any:
-    if name not in ("CacheMachine", "cache_configs", "cache_machine"):
+    if name not in _NEEDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package, told = _NEEDS[name]
     try:
-        from kvist.testing import machine
+        return getattr(import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "hypothesis":
+        if error.name != package:
             raise
-        raise ModuleNotFoundError(
-            f"{name} needs Hypothesis: pip install 'kvist[testing]'", name="hypothesis"
-        ) from error
-    return getattr(machine, name)
+        raise ModuleNotFoundError(f"{name} needs {told}", name=package) from error

@@ -61,10 +61,11 @@ class PrefixRules(Stage):
             require(gone, f"{match} could not be pinned, though its tokens must be there: {pinned!r}")
 
     @precondition(lambda self: self.matches)
-    @rule(pick=numbers)
-    def pin_after_eviction(self, pick: int) -> None:
-        """Evict all that can be, and pin what a match found before: what is gone is refused."""
-        self.maintain("evict", 63)
+    @rule(pick=numbers, what=st.sampled_from(("evict", "evict", "evict", "drop")))
+    def pin_what_may_be_gone(self, pick: int, what: str) -> None:
+        """Evict all that can be, or forget a namespace, and pin what a match found before: what is gone is refused."""
+        match, _ = self.matches[pick % len(self.matches)]
+        self.maintain(what, 63 if what == "evict" else NAMESPACES.index(match.namespace))
         self.pin(pick, None)
 
     def require_budget(self) -> None:

@@ -1,15 +1,16 @@
 """Copies scattered blocks in the memory of this machine, on a few threads, in the way that suits the pieces' size.
 
-Measured on two cores, as parts of one `memcpy` of the same bytes on one thread (`benchmarks/bench_transfer.py`):
+Measured on two idle cores, as parts of the speed of one thread's `memcpy` of 512 MiB:
 
-| pieces of | a call for each piece, 2 threads | through a buffer, 2 threads | one thread |
-|---|---|---|---|
-| 4 KiB | 0.18 | 0.66 | 0.33 |
-| 32 KiB | 0.59 | 0.79 | 0.50 |
-| 128 KiB | 1.06 | 0.85 | 0.59 |
-| 2 MiB | 1.17 | 0.81 | 0.62 |
+| pieces of | a call for each piece | through the cache | the better one, on one thread | torch, by index |
+|---|---|---|---|---|
+| 4 KiB | 0.18 | 0.66 | 0.33 | 0.07 |
+| 32 KiB | 0.59 | 0.79 | 0.50 | 0.08 |
+| 128 KiB | 1.06 | 0.85 | 0.59 | 0.08 |
+| 2 MiB | 1.17 | 0.81 | 0.62 | 0.08 |
 
-One thread cannot do better than 0.62 with large pieces: a long `memcpy` bypasses the cache, a short one does not.
+A `memcpy` of some 100 MiB bypasses the caches, as shorter ones do not: that is why one thread reaches 0.62 at most.
+With `GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x8000` it reaches 0.85 with 128 KiB, and 0.98 with 2 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove
 from functools import partial
-from threading import local
 
 import numpy as np
 import torch
@@ -29,23 +29,26 @@ from torch import Tensor
 
 from kvist.errors import ArgumentError, LayoutError
 from kvist.memory.layout import BlockLayout
-from kvist.memory.transfers.jobs import Ids, Job, Pair, columns_of, paired
+from kvist.memory.transfers.jobs import Ids, Job, Pairs, columns_of, paired
 
 __all__ = ["Copier"]
 
 Bytes = NDArray[np.uint8]
 
 LARGE_PIECE_BYTES = 64 << 10
-"""From this size on, a call for each piece costs less than going through a buffer."""
-BUFFER_BYTES = 1 << 20
-"""So much fits the cache of a core beside what else is in use; less costs more calls."""
+"""From this size on, a call for each piece costs less than copying twice, once inside the cache."""
+CACHED_BYTES = 1 << 20
+"""What is gathered at once: it stays in the cache of a core until it is scattered; less costs more calls."""
+DIRECT_ROW_BYTES = 16 << 10
+"""Up to this size torch gathers rows that lie apart as fast as NumPy, which cannot write them where they belong."""
 TASK_BYTES = 4 << 20
 """What a thread takes at once; threads that are slower take fewer."""
-ALONE_BYTES = 1 << 20
-"""Up to so much, waking another thread costs more than it helps."""
 
-_Task = Callable[[Bytes], None]
-"""A part of a copy, given a buffer of `BUFFER_BYTES`, or more where a row is longer."""
+FEW_ROWS = 16
+"""Up to so many rows of each pair, a call for each piece costs less than NumPy's for each pair."""
+
+_Task = Callable[[], None]
+"""A part of a copy, which does not wait for others."""
 
 
 class Copier:
@@ -57,7 +60,6 @@ class Copier:
         self.num_threads = num_threads or min(8, _num_cores())
         # The caller is one of the threads.
         self._others = ThreadPoolExecutor(self.num_threads - 1) if self.num_threads > 1 else None
-        self._local = local()
 
     # ---- what is copied ---------------------------------------------------------------------------------------------
 
@@ -68,7 +70,7 @@ class Copier:
         written, and none written twice. Raises `LayoutError` for tensors of other kinds, `ArgumentError` for ids
         outside of them; then nothing is copied.
         """
-        self.copy_pairs([(source, destination)], source_ids, destination_ids)
+        self.copy_pairs(Pairs([(source, destination)]), source_ids, destination_ids)
 
     def gather(
         self, planes: Sequence[Tensor], layout: BlockLayout, ids: Ids, rows: Tensor, num_tokens: int | None = None
@@ -88,11 +90,17 @@ class Copier:
         pairs = paired(columns_of(rows, layout), planes, layout, num_tokens)
         self.copy_pairs(pairs, np.arange(len(ids)), ids)
 
-    def copy_pairs(self, pairs: Sequence[Pair], source_ids: Ids, destination_ids: Ids) -> None:
+    def copy_pairs(self, pairs: Pairs, source_ids: Ids, destination_ids: Ids) -> None:
         """Copy the same rows of several pairs of tensors, as `copy_rows` does those of one."""
-        sources, destinations = _checked(pairs, source_ids, destination_ids)
-        if len(sources):
-            self._run(list(self._tasks(pairs, sources, destinations)))
+        source, destination = pairs.sides
+        sources, destinations = _checked(source_ids), _checked(destination_ids)
+        if sources.shape != destinations.shape:
+            raise LayoutError(f"there are {len(sources)} source ids, but {len(destinations)} destination ids")
+        source.check(sources)
+        destination.check(destinations)
+        if len(pairs) and len(sources):
+            tasks = _few_rows if len(sources) <= FEW_ROWS else _many_rows
+            self._run(list(tasks(pairs, sources, destinations)))
 
     def copy(self, job: Job) -> None:
         """Do a job whose tensors are on CPU."""
@@ -112,11 +120,6 @@ class Copier:
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
-    def _tasks(self, pairs: Sequence[Pair], sources: Ids, destinations: Ids) -> Iterator[_Task]:
-        for pair in pairs:
-            source, destination = pair[0].numpy(), pair[1].numpy()
-            yield from _tasks(source, sources, destination, destinations)
-
     def _run(self, tasks: list[_Task]) -> None:
         """Do all tasks, on several threads where there are several; raise the first error after all have stopped."""
         queue = deque(tasks)
@@ -133,53 +136,60 @@ class Copier:
                 raise error
 
     def _work(self, queue: deque[_Task]) -> None:
-        buffer = self._buffer()
         while queue:
             try:
                 task = queue.popleft()
             except IndexError:  # another thread has taken the last one
                 return
-            task(buffer)
-
-    def _buffer(self) -> Bytes:
-        """Return the buffer of this thread."""
-        buffer: Bytes | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = np.empty(BUFFER_BYTES, np.uint8)
-        return buffer
+            task()
 
 
-def _tasks(source: Bytes, sources: Ids, destination: Bytes, destinations: Ids) -> Iterator[_Task]:
-    """Cut the copy of rows into tasks."""
-    width = source.shape[1]
-    num_pieces = len(_piece_starts(source, sources, destination, destinations))
-    is_large = len(sources) * width >= LARGE_PIECE_BYTES * num_pieces
-    way, num_rows = (_by_piece, TASK_BYTES // width) if is_large else (_through_buffer, BUFFER_BYTES // width)
-    for start in range(0, len(sources), max(1, num_rows)):
-        part = slice(start, start + max(1, num_rows))
-        yield partial(way, source, sources[part], destination, destinations[part])
+def _few_rows(pairs: Pairs, sources: Ids, destinations: Ids) -> Iterator[_Task]:
+    """Cut the copy of few rows of all pairs: each piece is a call, since one for each pair would cost more."""
+    source, destination = pairs.sides
+    read, written = source.addresses_of(sources).ravel(), destination.addresses_of(destinations).ravel()
+    sizes = np.repeat(pairs.widths, len(sources))
+    step = max(1, TASK_BYTES * len(sizes) // max(1, int(sizes.sum())))
+    for start in range(0, len(sizes), step):
+        part = slice(start, start + step)
+        yield partial(_move, written[part].tolist(), read[part].tolist(), sizes[part].tolist())
 
 
-def _by_piece(source: Bytes, sources: Ids, destination: Bytes, destinations: Ids, _: Bytes) -> None:
+def _many_rows(pairs: Pairs, sources: Ids, destinations: Ids) -> Iterator[_Task]:
+    """Cut the copy of many rows of each pair."""
+    for source, destination in zip(*(side.arrays for side in pairs.sides), strict=True):
+        width = source.shape[1]
+        num_pieces = len(_piece_starts(source, sources, destination, destinations))
+        is_large = len(sources) * width >= LARGE_PIECE_BYTES * num_pieces
+        way, num_bytes = (_by_piece, TASK_BYTES) if is_large else (_through_cache, CACHED_BYTES)
+        step = max(1, num_bytes // width)
+        for start in range(0, len(sources), step):
+            part = slice(start, start + step)
+            yield partial(way, source, sources[part], destination, destinations[part])
+
+
+def _by_piece(source: Bytes, sources: Ids, destination: Bytes, destinations: Ids) -> None:
     """Call `memmove` for each run of rows that are neighbours on both sides; no other thread waits meanwhile."""
     starts = _piece_starts(source, sources, destination, destinations)
     sizes = np.diff(starts, append=len(sources)) * source.shape[1]
     read = source.ctypes.data + sources[starts] * source.strides[0]
     written = destination.ctypes.data + destinations[starts] * destination.strides[0]
-    deque(map(memmove, written.tolist(), read.tolist(), sizes.tolist()), maxlen=0)
+    _move(written.tolist(), read.tolist(), sizes.tolist())
 
 
-def _through_buffer(source: Bytes, sources: Ids, destination: Bytes, destinations: Ids, buffer: Bytes) -> None:
-    """Gather rows in the cache, and scatter them from there; a side whose rows are neighbours needs no buffer."""
-    if _is_run(destinations):
+def _move(destinations: list[int], sources: list[int], sizes: list[int]) -> None:
+    deque(map(memmove, destinations, sources, sizes), maxlen=0)
+
+
+def _through_cache(source: Bytes, sources: Ids, destination: Bytes, destinations: Ids) -> None:
+    """Gather rows where the cache keeps them, and scatter them from there; neighbours need no second copy."""
+    is_direct = source.shape[1] <= DIRECT_ROW_BYTES or (source.flags.c_contiguous and destination.flags.c_contiguous)
+    if is_direct and _is_run(destinations):
         _gather(source, sources, destination[destinations[0] : destinations[-1] + 1])
-        return
-    if _is_run(sources):
-        rows = source[sources[0] : sources[-1] + 1]
+    elif _is_run(sources):
+        destination[destinations] = source[sources[0] : sources[-1] + 1]
     else:
-        rows = buffer[: len(sources) * source.shape[1]].reshape(len(sources), -1)
-        _gather(source, sources, rows)
-    destination[destinations] = rows
+        destination[destinations] = source[sources]
 
 
 def _gather(source: Bytes, ids: Ids, out: Bytes) -> None:
@@ -210,27 +220,12 @@ def _is_run(ids: Ids) -> bool:
     return int(ids[-1] - ids[0]) == len(ids) - 1 and bool((np.diff(ids) == 1).all())
 
 
-def _checked(pairs: Sequence[Pair], source_ids: Ids, destination_ids: Ids) -> tuple[Ids, Ids]:
-    """Return ids as int64; addresses are made of them, so none may be outside."""
-    sources, destinations = (np.ascontiguousarray(ids, np.int64) for ids in (source_ids, destination_ids))
-    if sources.ndim != 1 or sources.shape != destinations.shape:
-        raise LayoutError(f"ids must be [n] on both sides, got {list(sources.shape)} and {list(destinations.shape)}")
-    for source, destination in pairs:
-        if source.shape[1:] != destination.shape[1:]:
-            raise LayoutError(f"rows of {list(source.shape[1:])} cannot be copied into {list(destination.shape[1:])}")
-        _check_side(source, sources, "source")
-        _check_side(destination, destinations, "destination")
-    return sources, destinations
-
-
-def _check_side(rows: Tensor, ids: Ids, side: str) -> None:
-    if rows.dtype != torch.uint8 or rows.device.type != "cpu" or rows.ndim != 2 or rows.stride(1) != 1:
-        raise LayoutError(
-            f"the {side} must be uint8 [num_rows, num_bytes] on CPU, dense in its last axis, "
-            f"got {rows.dtype} {list(rows.shape)} of strides {list(rows.stride())} on {rows.device}"
-        )
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows.shape[0]:
-        raise ArgumentError(f"{side} ids must be in [0, {rows.shape[0]}), got {ids.min()} to {ids.max()}")
+def _checked(ids: Ids) -> Ids:
+    """Return ids `[n]` as int64, a copy: torch takes no read-only arrays."""
+    checked = np.array(ids, np.int64)
+    if checked.ndim != 1:
+        raise LayoutError(f"ids must be [n], got {list(checked.shape)}")
+    return checked
 
 
 def _num_cores() -> int:

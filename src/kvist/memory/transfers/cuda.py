@@ -11,7 +11,7 @@ from torch import Tensor
 from kvist.memory.transfers.devices import COMPUTE, DEMOTE, LOCAL, PROMOTE, Event
 from kvist.memory.transfers.jobs import Ids, Job, Pair
 
-__all__ = ["CudaDevice", "copy_down", "copy_local", "copy_staged", "copy_up"]
+__all__ = ["CudaDevice", "chunks", "copy_down", "copy_local", "copy_staged", "copy_up"]
 
 STAGING_BYTES = 64 << 20
 """Device memory that a copy gathers into at a time; several copies in flight on a stream use it one after the other."""
@@ -79,7 +79,7 @@ def copy_staged(job: Job, device: torch.device, staging_bytes: int = STAGING_BYT
         _copy_tokens(job, *job.offsets, device)
         return
     source, destination = job.pairs[0]
-    for sources, destinations in _chunks(job, staging_bytes):
+    for sources, destinations in chunks(job, staging_bytes):
         if source.device == destination.device:
             copy_local(job.pairs, _to(sources, device), _to(destinations, device))
         elif destination.device == device:
@@ -88,7 +88,7 @@ def copy_staged(job: Job, device: torch.device, staging_bytes: int = STAGING_BYT
             copy_down(job.pairs, _to(sources, device), destinations, device)
 
 
-def _chunks(job: Job, staging_bytes: int) -> Iterator[tuple[Ids, Ids]]:
+def chunks(job: Job, staging_bytes: int) -> Iterator[tuple[Ids, Ids]]:
     """Cut the job so that what is staged fits; one that writes what it reads stays whole."""
     length = len(job.sources)
     row_bytes = max(1, sum(source.shape[1] for source, _ in job.pairs))

@@ -23,7 +23,7 @@ from kvist.errors import TransferError
 from kvist.memory.layout import BlockLayout
 from kvist.memory.transfers.devices import COMPUTE, Device, Event
 from kvist.memory.transfers.hazards import Blocks, Hazards
-from kvist.memory.transfers.jobs import Ids, Job, Pair, paired, token_pairs
+from kvist.memory.transfers.jobs import Ids, Job, Pairs, paired, token_pairs
 from kvist.memory.transfers.orders import STREAMS, Order, Places
 
 __all__ = ["MovesFailed", "Transfer", "TransferManager"]
@@ -100,7 +100,7 @@ class TransferManager:
         self._planes = planes
         self._places = places = Places(layouts, planes, pool_of)
         self._hazards = Hazards(places.pool_num_blocks(), list(dict.fromkeys(STREAMS.values())))
-        self._pairs: dict[tuple[int, int | None, str, str], Sequence[Pair]] = {}
+        self._pairs: dict[tuple[int, int | None, str, str], Pairs] = {}
         self._queue: deque[Transfer] = deque()
         self._started: dict[int, _Started] = {}
         self._last_ticket = 0

@@ -1,0 +1,296 @@
+"""Which slot holds what: the index in memory, the order of use, and which segments the capacity has room for."""
+
+from __future__ import annotations
+
+import errno
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby, islice
+
+from kvist.tiers.counting import Counts
+from kvist.tiers.disk.files import Files
+from kvist.tiers.disk.segments import Entry, Geometry, Segment
+
+__all__ = ["Slot", "Space"]
+
+Slot = tuple[Segment, int]
+Named = tuple[int, bytes]
+
+MAX_SEGMENTS = 10**8
+"""Numbers have eight digits."""
+
+NUM_SEGMENTS = 64
+"""Of a full store: few enough open files, and small enough steps to grow by."""
+
+MIN_SEGMENT_BYTES = 64 << 20
+"""Below this, a quarter of the capacity is the limit: a segment of few slots has few neighbours to read at once."""
+
+
+class Space:
+    """The segments of a directory, and the entries in them, least recently used first for each size of block.
+
+    Nothing here is safe against other threads. Errors of the file system are counted, and what cannot be written or
+    read is left alone. A slot is in exactly one of these places: free, held by an entry in a queue, taken by a caller,
+    or, after an error, retired until the store is opened again.
+    """
+
+    def __init__(self, files: Files, limit: int, sizes: Collection[int], seal_key: bytes, counts: Counts) -> None:
+        self.limit = limit
+        self.queues: dict[int, OrderedDict[bytes, Entry]] = {size: OrderedDict() for size in sizes}
+        self.segments: dict[str, Segment] = {}
+        self.is_direct = False
+        self._files, self._seal_key, self._counts = files, seal_key, counts
+        self._free: dict[int, list[Slot]] = {size: [] for size in sizes}
+        self._num_foreign_bytes = 0
+        self._next_number = 0
+
+    @property
+    def num_file_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self._num_foreign_bytes + sum(segment.geometry.num_bytes for segment in self.segments.values())
+
+    # opening
+
+    def load(self) -> int:
+        """Open all segments and read their records; returns the greatest stamp. What is too much goes, oldest first."""
+        found: dict[Named, Entry] = {}
+        for name in self._files.names():
+            geometry = Geometry.parse(name)
+            if geometry is not None:
+                self._next_number = max(self._next_number, geometry.number + 1) % MAX_SEGMENTS
+                self._load(name, geometry, found)
+        self._enqueue(found)
+        while self.num_file_bytes > self.limit and self.segments:
+            self._remove(min(self.segments.values(), key=lambda segment: segment.last_use))
+        return max((segment.last_use for segment in self.segments.values()), default=0)
+
+    def _load(self, name: str, geometry: Geometry, found: dict[Named, Entry]) -> None:
+        if geometry.block_bytes not in self.queues or geometry.num_bytes > self.limit:
+            with suppress(OSError):
+                self._files.remove(name)
+            return
+        try:
+            segment = self._opened(geometry, self._files.open(name))
+        except OSError as error:
+            self._pass_over(geometry, error)
+            return
+        try:
+            entries = list(segment.entries())
+        except OSError as error:
+            segment.close()
+            self._pass_over(geometry, error)
+            return
+        self.segments[name] = segment
+        for entry in entries:
+            self._settle(entry, found)
+
+    def _pass_over(self, geometry: Geometry, error: OSError) -> None:
+        """Leave a file alone that cannot be read, though it takes room; only names that are links go."""
+        self._counts.add(num_errors=1)
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            with suppress(OSError):
+                self._files.remove(geometry.name)
+                return
+        self._num_foreign_bytes += geometry.num_bytes
+
+    def _settle(self, entry: Entry, found: dict[Named, Entry]) -> None:
+        """Keep an entry; of two with one key, which an error may have left, the one put or used last."""
+        name = (entry.segment.geometry.block_bytes, entry.key)
+        other = found.get(name)
+        found[name] = entry if other is None or other.stamp < entry.stamp else other
+        if other is not None:
+            older = other if found[name] is entry else entry
+            self.clear([(older.segment, older.slot)])
+
+    def _enqueue(self, found: dict[Named, Entry]) -> None:
+        for entry in sorted(found.values(), key=lambda entry: entry.stamp):
+            segment = entry.segment
+            self.queues[segment.geometry.block_bytes][entry.key] = entry
+            segment.last_use = max(segment.last_use, entry.stamp)
+        taken = {(entry.segment.name, entry.slot) for entry in found.values()}
+        for segment in self.segments.values():
+            self._offer(segment, taken)
+
+    def _offer(self, segment: Segment, taken: Collection[tuple[str, int]] = ()) -> None:
+        """Make the slots free that are not taken; the first comes first."""
+        geometry = segment.geometry
+        slots = [slot for slot in reversed(range(geometry.num_slots)) if (segment.name, slot) not in taken]
+        self._free[geometry.block_bytes].extend((segment, slot) for slot in slots)
+
+    def _opened(self, geometry: Geometry, file: int) -> Segment:
+        direct = None
+        if self.is_direct:
+            with suppress(OSError):
+                direct = self._files.open(geometry.name, direct=True)
+        return Segment(geometry, self._files, file, direct, self._seal_key)
+
+    # slots
+
+    def take(self, size: int, num_slots: int) -> list[Slot]:
+        """Take slots for blocks of a size: free ones, those of new segments, those of the least recently used entries.
+
+        Entries that are being read stay. Returns as many as there are, in the order of their places.
+        """
+        taken: list[Slot] = []
+        evicted: list[Slot] = []
+        while len(taken) < num_slots:
+            if self._free[size]:
+                taken.append(self._free[size].pop())
+            elif not (self._grow(size) or self._reclaim(size)):
+                victims = self._evict(size, num_slots - len(taken))
+                if not victims:
+                    break
+                taken += victims
+                evicted += victims
+        self.clear(evicted)
+        for segment, _ in taken:
+            segment.num_busy += 1
+        return sorted(taken, key=_place)
+
+    def give(self, slots: Iterable[Slot]) -> None:
+        """Give slots back that were taken and hold nothing."""
+        for segment, slot in slots:
+            segment.num_busy -= 1
+            self.free(segment, slot)
+
+    def free(self, segment: Segment, slot: int) -> None:
+        """Make a slot free that no entry holds any more."""
+        self._free[segment.geometry.block_bytes].append((segment, slot))
+
+    def retire(self, slots: Iterable[Slot]) -> None:
+        """Take slots out of use that cannot be written: the next put shall try others."""
+        for segment, slot in slots:
+            segment.num_busy -= 1
+            self.clear([(segment, slot)])
+
+    def _grow(self, size: int) -> bool:
+        """Add a segment for blocks of a size, if the capacity and the file system have room."""
+        room = self.limit - self.num_file_bytes
+        most = max(self.limit // NUM_SEGMENTS, min(self.limit // 4, MIN_SEGMENT_BYTES))
+        least = Geometry(self._next_number, size, 1)
+        geometry = Geometry.fitting(self._next_number, size, min(room, max(most, least.num_bytes)))
+        if geometry is None:
+            return False
+        try:
+            segment = self._opened(geometry, self._created(geometry))
+        except OSError:
+            self._counts.add(num_errors=1)
+            return False
+        self._next_number = (self._next_number + 1) % MAX_SEGMENTS
+        self.segments[segment.name] = segment
+        self._offer(segment)
+        return True
+
+    def _created(self, geometry: Geometry) -> int:
+        file = self._files.create(geometry.name)
+        try:
+            self._files.allocate(file, geometry.num_bytes)
+        except OSError:
+            self._files.close(file)
+            self._files.remove(geometry.name)
+            raise
+        return file
+
+    def _reclaim(self, size: int) -> bool:
+        """Remove a segment of another size that has been used less recently than all that could be evicted of this."""
+        if len(self.queues) == 1:
+            return False
+        others = [each for each in self.segments.values() if each.geometry.block_bytes != size and not each.num_busy]
+        stalest = min(others, key=lambda segment: segment.last_use, default=None)
+        oldest = next(self._evictable(size), None)
+        if stalest is None or (oldest is not None and oldest.stamp <= stalest.last_use):
+            return False
+        self._remove(stalest)
+        return True
+
+    def _remove(self, segment: Segment) -> None:
+        """Remove a segment with all it holds."""
+        size = segment.geometry.block_bytes
+        queue = self.queues[size]
+        lost = [entry.key for entry in queue.values() if entry.segment is segment]
+        for key in lost:
+            del queue[key]
+        self._counts.add(num_evicted=len(lost))
+        self._free[size] = [slot for slot in self._free[size] if slot[0] is not segment]
+        del self.segments[segment.name]
+        segment.close()
+        try:
+            self._files.remove(segment.name)
+        except OSError:
+            self._counts.add(num_errors=1)
+            self._num_foreign_bytes += segment.geometry.num_bytes
+
+    def _evict(self, size: int, num_entries: int) -> list[Slot]:
+        victims = list(islice(self._evictable(size), num_entries))
+        for entry in victims:
+            self.leave(entry)
+        self._counts.add(num_evicted=len(victims))
+        return [(entry.segment, entry.slot) for entry in victims]
+
+    def _evictable(self, size: int) -> Iterator[Entry]:
+        return (entry for entry in self.queues[size].values() if not entry.num_readers)
+
+    def clear(self, slots: Sequence[Slot]) -> bool:
+        """Say on disk that slots hold nothing, and return whether that succeeded.
+
+        Where not, the checksum tells once something else has been written there.
+        """
+        num_errors = 0
+        for segment, first, num_slots in _neighbours(slots):
+            try:
+                segment.clear(first, num_slots)
+            except OSError:
+                num_errors += 1
+        self._counts.add(num_errors=num_errors)
+        return not num_errors
+
+    def sync(self, segments: Iterable[Segment]) -> bool:
+        """Wait until what is in segments would survive a loss of power, and return whether that succeeded."""
+        try:
+            for segment in segments:
+                self._files.sync(segment.file)
+        except OSError:
+            self._counts.add(num_errors=1)
+            return False
+        return True
+
+    # entries
+
+    def enter(self, entry: Entry) -> None:
+        """Let an entry be found, as the one used last; the caller says when that was."""
+        self.queues[entry.segment.geometry.block_bytes][entry.key] = entry
+
+    def use(self, entry: Entry, stamp: int) -> None:
+        """Make an entry the one used last."""
+        self.queues[entry.segment.geometry.block_bytes].move_to_end(entry.key)
+        entry.segment.touch(entry.slot, stamp)
+
+    def leave(self, entry: Entry) -> None:
+        """Let an entry not be found any more."""
+        del self.queues[entry.segment.geometry.block_bytes][entry.key]
+
+    def save_order(self) -> None:
+        """Write the order of use."""
+        for segment in self.segments.values():
+            try:
+                segment.write_stamps()
+            except OSError:
+                self._counts.add(num_errors=1)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for segment in self.segments.values():
+            segment.close()
+
+
+def _place(slot: Slot) -> tuple[str, int]:
+    return slot[0].name, slot[1]
+
+
+def _neighbours(slots: Sequence[Slot]) -> Iterator[tuple[Segment, int, int]]:
+    """Segment, first slot and number of each run of neighbouring slots."""
+    ordered = sorted(slots, key=_place)
+    for _, group in groupby(enumerate(ordered), key=lambda pair: (pair[1][0].name, pair[1][1] - pair[0])):
+        run = [slot for _, slot in group]
+        yield run[0][0], run[0][1], len(run)

@@ -1,0 +1,247 @@
+"""A store in a bucket of S3, GCS or Azure, or in a local folder, that machines may share: one object an entry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
+from datetime import timedelta
+from threading import Lock, Thread
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+from kvist.errors import ConfigError, TransferError
+from kvist.tiers.counting import Counts
+from kvist.tiers.envelope import Envelope
+from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
+
+try:
+    import obstore
+    import obstore.exceptions
+    import obstore.store
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"ObjectStore needs {error.name}: pip install 'kvist[objects]'", name=error.name
+    ) from error
+
+__all__ = ["ObjectStore"]
+
+_T = TypeVar("_T")
+_LISTED_AT_ONCE = 1000
+
+
+class ObjectStore:
+    """Contents as objects `kvist/{format}/{namespace tag}/{rest}`, in hexadecimal.
+
+    `url` is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`. Behind a
+    `?` stand settings of that kind of store as `obstore` calls them (`endpoint=...&region=...`); what is not said there
+    comes from the environment, credentials above all. A call asks for `num_concurrent` objects at a time and ends after
+    `timeout_s`: what has not come by then is not there. Requests are repeated `num_retries` times within that. An
+    object that is not whole and of this format and key is a miss, and removed. Nothing here bounds how much is kept:
+    that is for the life cycle rules of the bucket.
+
+    What a bucket holds is shared, and `stats` does not ask for it: it counts what was done here.
+
+    Raises:
+        TimeoutError: nothing at all came in time.
+        TransferError: no request was served.
+    """
+
+    def __init__(
+        self, url: str, format: StoreFormat, *, timeout_s: float = 5.0, num_concurrent: int = 16, num_retries: int = 2
+    ) -> None:
+        self._bucket = _opened(url, timeout_s, num_retries)
+        self._timeout_s, self._num_concurrent = timeout_s, num_concurrent
+        self._envelope = Envelope(format)
+        self._prefix = f"kvist/{format.fingerprint.hex()[:16]}"
+        self._counts = Counts()
+        self._loop = _Loop()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say of each key whether there is an object."""
+        answers = self._found(self._look, [self._path(key) for key in keys])
+        return [answer is not None for answer in answers]
+
+    def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Write objects, each whole or not at all, and return how many are there."""
+        sealed = [(self._path(key), self._envelope.seal(key, contents)) for key, contents in entries]
+        outcomes = self._outcomes(self._write, sealed)
+        num_put = len(outcomes) - self._check(outcomes)
+        self._counts.add(num_put=num_put, num_refused=len(outcomes) - num_put)
+        return num_put
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Read objects at the same time, and fill the buffers of those that came whole and right."""
+        paths = [self._path(key) for key in keys]
+        objects = self._found(self._read, paths)
+        found = [
+            content is not None and self._envelope.unseal(key, content, buffer)
+            for key, content, buffer in zip(keys, objects, buffers, strict=True)
+        ]
+        self._counts.add_found(found)
+        wrong = [
+            path for path, each, right in zip(paths, objects, found, strict=True) if each is not None and not right
+        ]
+        self._counts.add(num_corrupt=len(wrong))
+        self._outcomes(self._remove, wrong)
+        return found
+
+    def drop(self, tag: bytes) -> None:
+        """Remove all objects of a namespace, or, for an empty tag, of this format; others stay.
+
+        The time limit is that of each thousand of them.
+        """
+        listed = obstore.list(self._bucket, self._folder(tag) if tag else self._prefix, chunk_size=_LISTED_AT_ONCE)
+        while (some := self._found(_next, [listed])[0]) is not None:
+            self._found(self._remove, [each["path"] for each in some])
+
+    def stats(self) -> StoreStats:
+        """Return what was done here; no bucket is asked what it holds."""
+        return self._counts.stats()
+
+    def close(self) -> None:
+        """Give up requests that are under way."""
+        self._loop.close()
+
+    def _folder(self, tag: bytes) -> str:
+        return f"{self._prefix}/{tag.hex()}"
+
+    def _path(self, key: bytes) -> str:
+        self._envelope.check_key(key)
+        return f"{self._folder(key[:NAMESPACE_TAG_BYTES])}/{key[NAMESPACE_TAG_BYTES:].hex()}"
+
+    async def _look(self, path: str) -> object:
+        return await obstore.head_async(self._bucket, path)
+
+    async def _read(self, path: str) -> memoryview:
+        answer = await obstore.get_async(self._bucket, path)
+        return memoryview(await answer.bytes_async())
+
+    async def _write(self, entry: tuple[str, bytes]) -> object:
+        path, sealed = entry
+        return await obstore.put_async(self._bucket, path, sealed, use_multipart=False)
+
+    async def _remove(self, path: str) -> None:
+        await obstore.delete_async(self._bucket, path)
+
+    def _found(self, request: Callable[[Any], Coroutine[Any, Any, Any]], arguments: Sequence[Any]) -> list[Any]:
+        """Make requests at the same time; return their answers, None where there is nothing or it did not come."""
+        outcomes = self._outcomes(request, arguments)
+        self._check([None if isinstance(each, FileNotFoundError) else each for each in outcomes])
+        return [None if isinstance(each, Exception) else each for each in outcomes]
+
+    def _outcomes(self, request: Callable[[Any], Coroutine[Any, Any, Any]], arguments: Sequence[Any]) -> list[Any]:
+        """Make requests at the same time, and return the answer or exception of each."""
+        return self._loop.run(_gathered(request, arguments, self._num_concurrent, self._timeout_s)) if arguments else []
+
+    def _check(self, outcomes: Sequence[object]) -> int:
+        """Count failures among outcomes and return their number; if there is nothing else, raise the first."""
+        failures = [each for each in outcomes if isinstance(each, Exception)]
+        num_timeouts = sum(isinstance(each, TimeoutError) for each in failures)
+        self._counts.add(num_timeouts=num_timeouts, num_errors=len(failures) - num_timeouts)
+        if failures and len(failures) == len(outcomes):
+            raise _told(failures[0]) from failures[0]
+        return len(failures)
+
+
+def _told(failure: Exception) -> OSError:
+    if isinstance(failure, TimeoutError):
+        return failure
+    reason = next(iter(str(failure).splitlines()), type(failure).__name__)
+    return TransferError(f"no request was served: {reason}")
+
+
+async def _next(listed: Any) -> Any:
+    """Return the next objects of a listing, or None."""
+    return await anext(listed, None)
+
+
+async def _gathered(
+    request: Callable[[Any], Coroutine[Any, Any, Any]], arguments: Sequence[Any], num_concurrent: int, timeout_s: float
+) -> list[Any]:
+    """Await requests, some at a time; return the answer or exception of each, and give up what is late."""
+    gate = asyncio.Semaphore(num_concurrent)
+
+    async def admitted(argument: Any) -> Any:
+        async with gate:
+            return await request(argument)
+
+    tasks = [asyncio.ensure_future(admitted(argument)) for argument in arguments]
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    await _ended(late)
+    return [
+        TimeoutError(f"nothing came within {timeout_s} s") if task in late else task.exception() or task.result()
+        for task in tasks
+    ]
+
+
+class _Loop:
+    """An event loop on a thread of its own, begun with the first call; no interpreter waits for it to end."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a coroutine returns; any thread may call, also one that runs a loop itself."""
+        with self._lock:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._begun())
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise TransferError("the store was closed meanwhile") from error
+
+    def close(self) -> None:
+        """Cancel all that runs, and end the thread."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+            if loop is not None:
+                loop.call_soon_threadsafe(loop.stop)
+        if thread is not None:
+            thread.join()
+
+    def _begun(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = Thread(target=_run, args=(self._loop,), name="kvist objects", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then cancel and await what is left, so that nobody waits for it in vain."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(_ended(left))
+    loop.close()
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _opened(url: str, timeout_s: float, num_retries: int) -> Any:
+    """Return obstore's store for a URL, with time limits on all that it does."""
+    parts = urlsplit(url)
+    address, settings = urlunsplit(parts._replace(query="")), dict(parse_qsl(parts.query))
+    if parts.scheme == "file":
+        return obstore.store.LocalStore(parts.path, mkdir=True)
+    if parts.scheme == "memory":
+        return obstore.store.MemoryStore()
+    limit = timedelta(seconds=timeout_s)
+    is_plain = any(value.startswith("http://") for value in settings.values())
+    options: dict[str, Any] = {
+        "config": settings,
+        "client_options": {"timeout": limit, "connect_timeout": limit, "allow_http": is_plain},
+        "retry_config": {"max_retries": num_retries, "retry_timeout": limit},
+    }
+    try:
+        return obstore.store.from_url(address, **options)
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        told = next(iter(str(error).splitlines()), "")
+        raise ConfigError([f"{address} with settings for {', '.join(settings) or 'nothing'}: {told}"]) from error

@@ -1,0 +1,314 @@
+"""The stores of a manager, one behind the other: what is faster is asked first, and gets what a slower one had."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from os import fspath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.sizes import parse_bytes
+from kvist.tier_config import DiskTier, RemoteTier
+from kvist.tiers.guard import GuardedStore
+from kvist.tiers.opening import open_store
+from kvist.tiers.protocol import Store, StoreFormat, StoreStats
+
+__all__ = ["HERE", "NOWHERE", "Coming", "StoreStack", "open_stack"]
+
+Row = NDArray[np.uint8]
+"""The bytes of one block, `[block_bytes]`."""
+
+HERE, NOWHERE = -1, -2
+"""Where contents are that were fetched ahead, and those that no store has."""
+
+MAX_COMING_BYTES = 256 << 20
+"""What is fetched ahead and not asked for yet takes no more than that; the oldest goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One store with its settings."""
+
+    name: str
+    tier: DiskTier | RemoteTier
+    store: GuardedStore
+
+    def takes(self, cause: str, priority: int, hits: int) -> bool:
+        """Say whether blocks are for this store."""
+        if priority < self.tier.min_priority:
+            return False
+        if self.tier.write == "through":
+            return cause == "committed"
+        return cause == "evicted" and hits >= self.tier.min_hits
+
+
+class Coming:
+    """Contents that are being fetched ahead."""
+
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that could be had has come, or the time is over."""
+        return self._future is None or self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, at most so long; returns whether it is."""
+        if self._future is not None:
+            try:
+                self._future.result(timeout_s)
+            except TimeoutError:
+                return self.is_done
+            except Exception:
+                return True
+        return True
+
+
+class _Ahead:
+    """What was fetched ahead: contents by key, None for those that no store has; bounded, and taken once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._rows: OrderedDict[bytes, Row | None] = OrderedDict()
+        self._num_bytes, self._max_bytes = 0, max_bytes
+        self._lock = threading.Lock()
+
+    def note(self, key: bytes, row: Row | None) -> None:
+        """Keep what was fetched, or that there is nothing."""
+        with self._lock:
+            self._drop(key)
+            self._rows[key] = row
+            self._num_bytes += 0 if row is None else row.nbytes
+            while self._num_bytes > self._max_bytes or len(self._rows) > 1 << 20:
+                self._drop(next(iter(self._rows)))
+
+    def knows(self, keys: Iterable[bytes]) -> list[bool | None]:
+        """Say of each key whether its contents are here, or None where nothing is known.
+
+        That no store had something is told once: it may be there the next time.
+        """
+        with self._lock:
+            known = {key: self._rows[key] is not None for key in keys if key in self._rows}
+            for key, is_here in known.items():
+                if not is_here:
+                    del self._rows[key]
+            return [known.get(key) for key in keys]
+
+    def take(self, key: bytes) -> Row | None:
+        """Return contents that are here, which then are not any more."""
+        with self._lock:
+            row = self._rows.get(key)
+            self._drop(key)
+            return row
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget what is known of keys."""
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+
+    def drop(self, tag: bytes) -> None:
+        """Forget what begins with a tag."""
+        with self._lock:
+            for key in [key for key in self._rows if key.startswith(tag)]:
+                self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        row = self._rows.pop(key, None)
+        self._num_bytes -= 0 if row is None else row.nbytes
+
+
+class StoreStack:
+    """Stores by content, faster ones first, asked and filled as one.
+
+    `block_bytes` are those of a block of each group.
+    """
+
+    def __init__(
+        self, stores: Sequence[tuple[DiskTier | RemoteTier, Store]], block_bytes: Sequence[int], *, names: Sequence[str]
+    ) -> None:
+        self._levels = [
+            _Level(name, tier, GuardedStore(store, tier.timeout_s, name=name))
+            for name, (tier, store) in zip(names, stores, strict=True)
+        ]
+        self._block_bytes = tuple(block_bytes)
+        self._ahead = _Ahead(MAX_COMING_BYTES)
+        self._fetching = ThreadPoolExecutor(2, thread_name_prefix="kvist prefetch")
+        self._is_closed = False
+        self._epoch = 0  # odd while something is dropped: what is fetched then, or before, may be of that
+        self._turning = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the stores, faster ones first."""
+        return [level.name for level in self._levels]
+
+    # -- finding and getting ------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Say of each key whether some store likely has it, bool `[n]`."""
+        found: NDArray[np.bool_] = self.look(keys) != NOWHERE
+        return found
+
+    def look(self, keys: Sequence[bytes]) -> NDArray[np.int8]:
+        """Say of each key what is the fastest place that likely has it, int8 `[n]`.
+
+        That is `HERE` for what was fetched ahead, the index of a store in `names`, or `NOWHERE`.
+        """
+        known = self._ahead.knows(keys)
+        found = np.array([HERE if each else NOWHERE for each in known], np.int8)
+        left = np.flatnonzero([each is None for each in known])
+        for index, level in enumerate(self._levels):
+            if not len(left):
+                break
+            there = np.array(level.store.contains([keys[at] for at in left.tolist()]), bool)
+            found[left[there]] = index
+            left = left[~there]
+        return found
+
+    def where(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the name of the fastest store that likely has each key, empty where none has."""
+        found = [""] * len(keys)
+        for level in self._levels:
+            left = [at for at, name in enumerate(found) if not name]
+            there = level.store.contains([keys[at] for at in left]) if left else []
+            for at, is_there in zip(left, there, strict=True):
+                found[at] = level.name if is_there else ""
+        return found
+
+    def get(self, keys: Sequence[bytes], group: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return the contents of keys of one group, `[n, block_bytes]`, and of which they were had, bool `[n]`."""
+        return self._get(keys, group, self._epoch)
+
+    def _get(self, keys: Sequence[bytes], group: int, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        rows = np.empty((len(keys), self._block_bytes[group]), np.uint8)
+        found = np.zeros(len(keys), bool)
+        for at, key in enumerate(keys):
+            row = self._ahead.take(key)
+            if row is not None and row.nbytes == rows.shape[1]:
+                rows[at], found[at] = row, True
+        for index, level in enumerate(self._levels):
+            left = np.flatnonzero(~found)
+            if not len(left):
+                break
+            buffers = [memoryview(rows[at]) for at in left.tolist()]
+            came = level.store.get([keys[at] for at in left.tolist()], buffers)
+            new = left[np.array(came, bool)]
+            found[new] = True
+            entries = [(keys[at], memoryview(rows[at])) for at in new.tolist()] if index else []
+            with self._turning:
+                for faster in self._levels[:index] if entries and self._is_now(epoch) else ():
+                    faster.store.put(entries)
+        return rows, found
+
+    def _is_now(self, epoch: int) -> bool:
+        """Say whether nothing has been dropped since an epoch, nor is being dropped."""
+        return epoch == self._epoch and not epoch % 2
+
+    def seconds_to_get(self, index: int, num_bytes: int, num_entries: int) -> float:
+        """Return how long it takes to get so much from a store, by what was measured; what is `HERE` takes no time."""
+        return 0.0 if index == HERE else self._levels[index].store.seconds_to_get(num_bytes, num_entries)
+
+    def fetch_ahead(self, keys_by_group: Sequence[Sequence[bytes]]) -> Coming:
+        """Start to get contents, of each group, that are asked for later."""
+        if self._is_closed:
+            return Coming()
+        return Coming(self._fetching.submit(self._fetch, [list(keys) for keys in keys_by_group]))
+
+    def _fetch(self, keys_by_group: list[list[bytes]]) -> None:
+        """Fetch leading contents of each group, as much as there is room for."""
+        epoch, room = self._epoch, MAX_COMING_BYTES
+        for group, keys in enumerate(keys_by_group):
+            places = self.look(keys).tolist()
+            wanted = [key for key, place in zip(keys, places, strict=True) if place not in (HERE, NOWHERE)]
+            wanted = wanted[: room // self._block_bytes[group]]
+            rows, found = self._get(wanted, group, epoch)
+            room -= rows.nbytes
+            fetched = {key: row.copy() for key, row, came in zip(wanted, rows, found, strict=True) if came}
+            absent = [key for key, place in zip(keys, places, strict=True) if place == NOWHERE]
+            with self._turning:
+                for key in [*absent, *wanted] if self._is_now(epoch) else ():
+                    self._ahead.note(key, fetched.get(key))
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def wants(self, cause: str, priority: int, hits: int) -> bool:
+        """Say whether any store takes such blocks."""
+        return any(level.takes(cause, priority, hits) for level in self._levels)
+
+    def put(self, keys: Sequence[bytes], rows: NDArray[np.uint8], cause: str, priority: int, hits: int) -> None:
+        """Hand contents `[n, block_bytes]` to the stores that take such; they are copied, and written later."""
+        entries = [(key, memoryview(row)) for key, row in zip(keys, rows, strict=True)]
+        self._ahead.forget(keys)
+        for level in self._levels:
+            if level.takes(cause, priority, hits):
+                level.store.put(entries)
+
+    def drop(self, tag: bytes) -> None:
+        """Forget all contents of a namespace in every store; an empty tag: everything.
+
+        What is being fetched ahead meanwhile, of whatever namespace, is thrown away.
+        """
+        self._turn()
+        try:
+            for level in self._levels:
+                level.store.drop(tag)
+            self._ahead.drop(tag)
+        finally:
+            self._turn()
+
+    def _turn(self) -> None:
+        with self._turning:
+            self._epoch += 1
+
+    # -- numbers and the end ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the numbers of each store, by its name, faster ones first."""
+        return {level.name: level.store.stats() for level in self._levels}
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was put is written, at most so long for each store; returns whether it is."""
+        written = [level.store.flush(timeout_s) for level in self._levels]
+        return all(written)
+
+    def close(self) -> None:
+        """Write what still waits, and close the stores; closing twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+        for level in self._levels:
+            level.store.close()
+
+
+def open_stack(tiers: Sequence[DiskTier | RemoteTier], format: StoreFormat) -> StoreStack:
+    """Open the stores of a configuration, for blocks of a format.
+
+    Raises ConfigError for a directory that holds another format, and for a place that names no store.
+    """
+    opened: list[tuple[DiskTier | RemoteTier, Store]] = []
+    names: list[str] = []
+    try:
+        for tier in tiers:
+            opened.append((tier, _opened(tier, format)))
+            kind = "disk" if isinstance(tier, DiskTier) else tier.url.partition(":")[0]
+            names.append(kind if kind not in names else f"{kind} {len(names)}")
+    except BaseException:
+        for _, store in opened:
+            store.close()
+        raise
+    return StoreStack(opened, format.block_bytes, names=names)
+
+
+def _opened(tier: DiskTier | RemoteTier, format: StoreFormat) -> Store:
+    if isinstance(tier, DiskTier):
+        from kvist.tiers.disk import DiskStore
+
+        return DiskStore(fspath(tier.directory), parse_bytes(tier.capacity), format)
+    return open_store(tier.url, format, timeout_s=tier.timeout_s)

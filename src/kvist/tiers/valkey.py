@@ -1,0 +1,190 @@
+"""A store on a Valkey or Redis server, or a cluster of them, that several machines may share.
+
+The client is `redis`: plain Python, no runtime threads of its own, the same commands for servers and clusters, and one
+socket for each call in flight, so that giving a call up costs a socket and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+from kvist.errors import TransferError
+from kvist.tiers.counting import Counts
+from kvist.tiers.envelope import Envelope
+from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.cluster import RedisCluster
+    from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError, ResponseError
+    from redis.retry import Retry
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"ValkeyStore needs {error.name}: pip install 'kvist[valkey]'", name=error.name
+    ) from error
+
+__all__ = ["ValkeyStore"]
+
+_READ_BYTES = 1 << 20
+_DROPPED_AT_ONCE = 1000
+
+
+def _never(_: Exception) -> bool:
+    return False
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OutOfMemoryError)
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Whether somebody has put something there that is no string."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
+class ValkeyStore:
+    """Contents under the keys `kvist:{format}:{namespace tag}:{rest}`, in hexadecimal, as one value each.
+
+    `url` is `valkey://[user:password@]host[:port][/database]`, or `valkeys://` for TLS; `redis://`, `rediss://` and
+    `unix://` mean the same. No answer is waited for longer than `timeout_s`, and nothing is asked twice. An entry is
+    kept for `ttl_s` seconds, or as long as the server likes. A value that is not whole and of this format and key is a
+    miss, and removed. What a full server refuses is counted as refused. Many threads may call at once.
+
+    What the server holds is shared, and `stats` does not ask it: it counts what was done here.
+
+    Raises:
+        TimeoutError: the server did not answer in time.
+        TransferError: it is out of reach, or will not serve.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        format: StoreFormat,
+        *,
+        timeout_s: float = 1.0,
+        ttl_s: float | None = None,
+        cluster: bool = False,
+    ) -> None:
+        self._connect = partial(_connected, _as_redis(url), timeout_s, cluster)
+        self._connection: Any = None
+        self._connecting = Lock()
+        self._envelope = Envelope(format)
+        self._prefix = f"kvist:{format.fingerprint.hex()[:16]}:"
+        self._expiry = () if ttl_s is None else ("PX", max(1, round(ttl_s * 1000)))
+        self._counts = Counts()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say of each key whether the server has something there."""
+        return [bool(answer) for answer in self._answers("EXISTS", [(self._name(key),) for key in keys])]
+
+    def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Write entries in their order, each whole or not at all, and return how many the server took."""
+        sealed = [(self._name(key), self._envelope.seal(key, contents)) for key, contents in entries]
+        answers = self._answers("SET", [(*entry, *self._expiry) for entry in sealed], _is_full)
+        num_refused = sum(isinstance(answer, ResponseError) for answer in answers)
+        self._counts.add(num_put=len(answers) - num_refused, num_refused=num_refused)
+        return len(answers) - num_refused
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Read all entries in one round trip, and fill the buffers of those that are there, whole and right."""
+        names = [self._name(key) for key in keys]
+        values = self._answers("GET", [(name,) for name in names], _is_foreign)
+        found = [
+            isinstance(value, bytes) and self._envelope.unseal(key, value, buffer)
+            for key, value, buffer in zip(keys, values, buffers, strict=True)
+        ]
+        self._counts.add_found(found)
+        wrong = [
+            name
+            for name, value, is_found in zip(names, values, found, strict=True)
+            if value is not None and not is_found
+        ]
+        self._counts.add(num_corrupt=len(wrong))
+        with suppress(OSError):
+            self._remove(wrong)
+        return found
+
+    def drop(self, tag: bytes) -> None:
+        """Remove all entries of a namespace, or, for an empty tag, of this format; others stay."""
+        pattern = f"{self._prefix}{tag.hex()}:*" if tag else f"{self._prefix}*"
+        with self._failures():
+            names = self._client().scan_iter(match=pattern, count=_DROPPED_AT_ONCE)
+            while some := list(islice(names, _DROPPED_AT_ONCE)):
+                self._remove(some)
+
+    def stats(self) -> StoreStats:
+        """Return what was done here; no server is asked what it holds."""
+        return self._counts.stats()
+
+    def close(self) -> None:
+        """Close all sockets; a later call opens new ones."""
+        with self._connecting:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _name(self, key: bytes) -> str:
+        self._envelope.check_key(key)
+        return f"{self._prefix}{key[:NAMESPACE_TAG_BYTES].hex()}:{key[NAMESPACE_TAG_BYTES:].hex()}"
+
+    def _remove(self, names: Sequence[str | bytes]) -> None:
+        self._answers("UNLINK", [(name,) for name in names])
+
+    def _answers(
+        self, command: str, arguments: Sequence[tuple[Any, ...]], is_answer: Callable[[Exception], bool] = _never
+    ) -> list[Any]:
+        """Send a command once for each tuple of arguments, in one round trip, and return the answers.
+
+        Errors for which `is_answer` holds are answers, others are raised.
+        """
+        if not arguments:
+            return []
+        with self._failures(), self._client().pipeline(transaction=False) as pipe:
+            for each in arguments:
+                pipe.execute_command(command, *each)
+            answers = pipe.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, Exception) and not is_answer(answer):
+                    raise answer
+            return list(answers)
+
+    def _client(self) -> Any:
+        with self._connecting:
+            if self._connection is None:
+                self._connection = self._connect()
+            return self._connection
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.exceptions.TimeoutError as error:
+            self._counts.add(num_timeouts=1)
+            raise TimeoutError(f"no answer from the server in time: {error}") from error
+        except (RedisError, RedisClusterException) as error:
+            self._counts.add(num_errors=1)
+            raise TransferError(f"the server did not do it: {error}") from error
+
+
+def _connected(url: str, timeout_s: float, cluster: bool) -> Any:
+    """Return a client that waits for no answer longer than the limit, and asks nothing twice."""
+    settings: dict[str, Any] = {
+        "socket_connect_timeout": timeout_s,
+        "socket_timeout": timeout_s,
+        "socket_read_size": _READ_BYTES,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    return RedisCluster.from_url(url, **settings) if cluster else redis.Redis.from_url(url, **settings)
+
+
+def _as_redis(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme) + separator + rest

