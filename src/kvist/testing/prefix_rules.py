@@ -60,13 +60,16 @@ class PrefixRules(Stage):
             gone = isinstance(pinned, StaleMatch) and not is_there
             require(gone, f"{match} could not be pinned, though its tokens must be there: {pinned!r}")
 
-    @precondition(lambda self: self.matches)
+    @precondition(lambda self: self.live)
     @rule(pick=numbers, what=st.sampled_from(("evict", "evict", "evict", "drop")))
     def pin_what_may_be_gone(self, pick: int, what: str) -> None:
-        """Evict all that can be, or forget a namespace, and pin what a match found before: what is gone is refused."""
-        match, _ = self.matches[pick % len(self.matches)]
-        self.maintain(what, 63 if what == "evict" else NAMESPACES.index(match.namespace))
-        self.pin(pick, None)
+        """Look up what a sequence has, evict all that can be or forget its namespace, and pin it: gone is refused."""
+        shadow = self.live[pick % len(self.live)]
+        if not shadow.num_tokens:
+            return
+        self.matches = [*self.matches[-3:], (self.look_up(shadow.prompt, shadow.namespace), shadow.prompt)]
+        self.maintain(what, 63 if what == "evict" else NAMESPACES.index(shadow.namespace))
+        self.pin(len(self.matches) - 1, None)
 
     def require_budget(self) -> None:
         """All pins together hold no more of each group than they may."""
