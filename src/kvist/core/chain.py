@@ -35,7 +35,7 @@ class Chain:
     def __init__(self, fingerprint: bytes, block_size: int, identities: IdentityTable) -> None:
         self._fingerprint = fingerprint
         self.block_bytes = block_size * TOKEN_BYTES
-        self._identities = identities
+        self.identities = identities
 
     def root(self, namespace: Namespace) -> bytes:
         """Return the digest that the chain of a namespace begins with."""
@@ -56,7 +56,7 @@ class Chain:
         end = len(packed) - len(packed) % size
         ids, marks = np.frombuffer(packed[:end], np.int32), {}
         if end and (ids < 0).any():
-            ids, marks = self._identities.tokens(packed[:end]), self._marks(packed[:end])
+            ids, marks = self.identities.tokens(packed[:end]), self._marks(packed[:end])
         content, digests = ids.astype("<i4").tobytes(), []
         for at in range(0, end, size):
             digest = sha256(digest + content[at : at + size] + marks.get(at // size, b"")).digest()
@@ -67,7 +67,7 @@ class Chain:
         """Return, by block, what its negative ids stand for; the ids themselves are of this process only."""
         marks: dict[int, bytes] = {}
         size = self.block_bytes // TOKEN_BYTES
-        for position, each in self._identities.identities(packed):
+        for position, each in self.identities.identities(packed):
             parts = [position % size, each.token, each.extra_id, each.length, each.key if each.key is not None else ""]
             marks[position // size] = marks.get(position // size, b"") + _framed(map(_typed, parts))
         return marks

@@ -1,0 +1,192 @@
+"""What has changed in the cache, as those outside are told: which blocks are stored where, moved, and gone.
+
+Inside, events are about runs of blocks, as extents are; a digest of each block is made when it is asked for, and once.
+So nothing is hashed while nobody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvist.core.chain import Chain
+from kvist.core.extents import Namespace
+from kvist.core.identity import Identity
+from kvist.core.tokens import TokenArray
+
+__all__ = ["Cleared", "Created", "Event", "Moved", "Removed", "Run", "Stored", "Updated"]
+
+
+class Run:
+    """Blocks that follow one another in a prefix: the first one is block `start` of it, and comes after `parent`.
+
+    `parent_end` is how many blocks of `parent` come before it; `tokens` are packed ids.
+    """
+
+    __slots__ = ("_chain", "_digests", "namespace", "parent", "parent_end", "start", "tokens")
+
+    def __init__(
+        self, chain: Chain, namespace: Namespace, parent: Run | None, parent_end: int, start: int, tokens: bytes
+    ) -> None:
+        self._chain = chain
+        self._digests: list[bytes] | None = None
+        self.namespace = namespace
+        self.parent = parent
+        self.parent_end = parent_end
+        self.start = start
+        self.tokens = tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks of it."""
+        return len(self.tokens) // self._chain.block_bytes
+
+    @property
+    def before(self) -> bytes | None:
+        """The digest of the block before the first, None where the first begins the prefix."""
+        return None if self.parent is None else self.parent.digests(self.parent_end)[-1]
+
+    def digests(self, end: int | None = None) -> list[bytes]:
+        """Return the digests of its blocks up to `end`, 32 bytes each."""
+        if self._digests is None:
+            waiting: list[Run] = []
+            run: Run | None = self
+            while run is not None and run._digests is None:
+                waiting.append(run)
+                run = run.parent
+            for each in reversed(waiting):
+                before = each.before
+                each._digests = each._chain.extend(
+                    each._chain.root(each.namespace) if before is None else before, each.tokens
+                )
+        assert self._digests is not None
+        return self._digests if end is None else self._digests[:end]
+
+    def ids(self, first: int, end: int) -> TokenArray:
+        """Return the token ids of blocks first .. end-1, int32."""
+        size = self._chain.block_bytes
+        return self._chain.identities.tokens(self.tokens[first * size : end * size])
+
+    def identities(self, first: int, end: int) -> list[tuple[int, Identity]]:
+        """List what tokens of blocks first .. end-1 are besides their ids, each with its position among them."""
+        size = self._chain.block_bytes
+        packed = self.tokens[first * size : end * size]
+        if not (np.frombuffer(packed, np.int32) < 0).any():
+            return []
+        return self._chain.identities.identities(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened. `id` counts from 0 for each `epoch` of a log; gaps in it are events that were lost.
+
+    `epoch` is a number that no other life of this or another log has.
+    """
+
+    id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OfBlocks(Event):
+    """An event about blocks `first` .. `end` - 1 of a run, in one group and tier."""
+
+    group: int
+    tier: str
+    run: Run
+    first: int
+    end: int
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace that they are in."""
+        return self.run.namespace
+
+    @property
+    def start(self) -> int:
+        """Which block of its prefix the first one is."""
+        return self.run.start + self.first
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return self.end - self.first
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digest of each block, 32 bytes."""
+        return self.run.digests()[self.first : self.end]
+
+    @property
+    def parent(self) -> bytes | None:
+        """The digest of the block before the first; None where that begins the prefix."""
+        return self.run.digests()[self.first - 1] if self.first else self.run.before
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(_OfBlocks):
+    """Blocks can be hit in a tier from now on. `priority` is their retention priority; `reason` why they are there.
+
+    `columns` are those of the blocks that the group has, relative to `first`; None: all of them. A window or a state
+    keeps some blocks of a prefix only.
+    """
+
+    priority: int
+    reason: str
+    columns: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The token ids of all the blocks, int32 `[num_blocks * block_size]`."""
+        return self.run.ids(self.first, self.end)
+
+    @property
+    def identities(self) -> list[tuple[int, Identity]]:
+        """What tokens are besides their ids (media, extra ids), each with its position among `tokens`."""
+        return self.run.identities(self.first, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed(_OfBlocks):
+    """Blocks cannot be hit in a tier any more, for a `reason` such as "made room". `columns` as in `Stored`."""
+
+    reason: str
+    columns: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(_OfBlocks):
+    """Blocks are in `tier` now and were in `source_tier` before. `columns` as in `Stored`."""
+
+    source_tier: str
+    reason: str
+    columns: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated(_OfBlocks):
+    """Blocks have another retention priority."""
+
+    old_priority: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared(Event):
+    """All content is gone, or that of one `namespace`, from all tiers, for a `reason`."""
+
+    namespace: Namespace | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Created(Event):
+    """A log begins: a group has so many blocks in each tier, and keeps so much of the past."""
+
+    group: int
+    kind: str
+    window: int | None
+    block_size: int
+    num_blocks: Mapping[str, int]
