@@ -219,7 +219,8 @@ class CacheConfig:
 
     `tiers` are slower places that blocks go to, faster ones first: host memory, a directory, a store in the network.
     What outlives the process or is shared with others is found again by what it depends on: `model` names that besides
-    the tokens, such as a checkpoint and its revision.
+    the tokens, such as a checkpoint and its revision. With an `event_buffer`, what changes is told as events, and so
+    many of them wait for a reader.
 
     >>> CacheConfig([AttentionSpec(8, 128)] * 32, memory="1 GiB").group_num_blocks
     (512,)
@@ -242,6 +243,7 @@ class CacheConfig:
     pin_budget: float = 1.0
     tiers: Sequence[TierSpec] = ()
     model: str = ""
+    event_buffer: int = 0
     storage_order: StorageOrder = "layer_major"
 
     @property
@@ -393,6 +395,8 @@ class CacheConfig:
         ]
         if self.storage_order not in STORAGE_ORDERS:
             problems.append(f"storage_order is {self.storage_order!r}, must be one of {', '.join(STORAGE_ORDERS)}")
+        if not _natural(self.event_buffer):
+            problems.append(f"event_buffer is {self.event_buffer!r}, must be an int of at least 0")
         budget: Any = self.pin_budget
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
             problems.append(f"pin_budget is {budget!r}, must be a number from 0 to 1")

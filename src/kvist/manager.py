@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from secrets import randbits
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -13,6 +14,8 @@ from numpy.typing import ArrayLike
 from kvist.config import CacheConfig
 from kvist.core import admission, recurrent, restoring
 from kvist.core.arguments import as_count, as_counts
+from kvist.core.contents import Snapshot, contents_of, snapshot_of
+from kvist.core.events import Event
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.identity import Media
 from kvist.core.keeping import KeptBlocks, Order
@@ -22,7 +25,8 @@ from kvist.core.matching import Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
 from kvist.core.sequences import Sequence, Sequences
 from kvist.core.tokens import TOKEN_BYTES, Tokens
-from kvist.errors import ArgumentError, ArgumentTypeError, TransferError
+from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, TransferError
+from kvist.event_log import EventLog
 from kvist.memory.tables import BatchTables, build_tables
 
 if TYPE_CHECKING:
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from kvist.tiers.protocol import StoreStats
 
 __all__ = ["KVCacheManager", "Memory"]
+
+
+EPOCH_BITS = 62
 
 
 class Memory(Protocol):
@@ -61,11 +68,30 @@ class KVCacheManager(CacheCore):
     def __init__(
         self, config: CacheConfig, memory: Memory | None = None, *, clock: Callable[[], float] = monotonic
     ) -> None:
-        super().__init__(config, clock)
+        super().__init__(config, clock, randbits(EPOCH_BITS) if config.event_buffer else 0)
         if memory is not None and not callable(getattr(memory, "perform", None)):
             raise ArgumentTypeError(f"memory is a {type(memory).__name__}, must have perform(moves)")
         self.memory = memory
         self._link = _open_stores(config, memory) if config.stores else None
+        self.events = EventLog(config.event_buffer, self._take_events, self._snapshot, self._content_digest)
+        if self._state.recorder is not None:
+            self._state.recorder.overflow = self.events.publish
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _take_events(self) -> list[Event]:
+        if self._state.recorder is None:
+            return []
+        self._state.settle()
+        return self._state.recorder.take()
+
+    def _snapshot(self) -> Snapshot:
+        if self._state.recorder is None:
+            raise SequenceError("events: there are none, since event_buffer of the CacheConfig is 0")
+        return snapshot_of(self._state)
+
+    def _content_digest(self) -> str:
+        return contents_of(self._state).digest()
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +232,11 @@ class KVCacheManager(CacheCore):
         return self._link is None or self._link.stack.flush(timeout_s)
 
     def close(self) -> None:
-        """Write what stores still wait for, and close them; a manager without stores need not be closed."""
+        """Publish the last events, write what stores still wait for, and close them.
+
+        A manager without an event log and stores need not be closed.
+        """
+        self.events.close()
         if self._link is not None:
             self.flush(0.0)
             self._link.stack.close()

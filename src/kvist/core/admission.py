@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
+from kvist.core.lower import DEVICE
 from kvist.core.misses import miss_of
 from kvist.core.promotion import find_lower, promote
 from kvist.core.retention import Retention
@@ -319,4 +320,6 @@ def _keep_reused(state: CacheState, sequence: Sequence, num_reused: int) -> None
         if end == stop:
             stop, keep = next(runs)
         end += extent.num_blocks
-        extent.keep = keep
+        old_priority, extent.keep = extent.priority, keep
+        if state.recorder is not None:
+            state.recorder.updated(extent, old_priority, DEVICE)

@@ -14,68 +14,76 @@ import numpy as np
 from kvist.core.chain import Chain
 from kvist.core.extents import Namespace
 from kvist.core.identity import Identity
-from kvist.core.tokens import TokenArray
+from kvist.core.tokens import TOKEN_BYTES, TokenArray
 
 __all__ = ["Cleared", "Created", "Event", "Moved", "Removed", "Run", "Stored", "Updated"]
 
 
 class Run:
-    """Blocks that follow one another in a prefix: the first one is block `start` of it, and comes after `parent`.
+    """Blocks that follow one another in a prefix: the first is its block `start`, and comes after a part of `parent`.
 
-    `parent_end` is how many blocks of `parent` come before it; `tokens` are packed ids.
+    That part are the first `parent_end` blocks. A run only ever grows, so that events may name parts of it. `tokens`
+    are token ids, int32; `marks` what tokens are besides their ids (media, extra ids), each with its position.
     """
 
-    __slots__ = ("_chain", "_digests", "namespace", "parent", "parent_end", "start", "tokens")
+    __slots__ = ("_chain", "_digests", "marks", "namespace", "parent", "parent_end", "start", "tokens")
 
-    def __init__(
-        self, chain: Chain, namespace: Namespace, parent: Run | None, parent_end: int, start: int, tokens: bytes
-    ) -> None:
+    def __init__(self, chain: Chain, namespace: Namespace, parent: Run | None, parent_end: int, start: int) -> None:
         self._chain = chain
-        self._digests: list[bytes] | None = None
+        self._digests: list[bytes] = []
         self.namespace = namespace
         self.parent = parent
         self.parent_end = parent_end
         self.start = start
-        self.tokens = tokens
+        self.tokens = bytearray()
+        self.marks: list[tuple[int, Identity]] = []
 
     @property
     def num_blocks(self) -> int:
         """Whole blocks of it."""
         return len(self.tokens) // self._chain.block_bytes
 
+    def append(self, packed: bytes) -> None:
+        """Add whole blocks of packed ids. What stands for more than a token is looked up now: it may be forgotten."""
+        if (np.frombuffer(packed, np.int32) < 0).any():
+            identities, begin = self._chain.identities, len(self.tokens) // TOKEN_BYTES
+            before = self.digests()[-1:] or [self._before()]
+            self._digests += self._chain.extend(before[0], packed)
+            self.marks += [(begin + position, each) for position, each in identities.identities(packed)]
+            packed = identities.tokens(packed).tobytes()
+        self.tokens += packed
+
     @property
     def before(self) -> bytes | None:
         """The digest of the block before the first, None where the first begins the prefix."""
-        return None if self.parent is None else self.parent.digests(self.parent_end)[-1]
+        return None if self.parent is None else self.parent.digests()[self.parent_end - 1]
 
-    def digests(self, end: int | None = None) -> list[bytes]:
-        """Return the digests of its blocks up to `end`, 32 bytes each."""
-        if self._digests is None:
-            waiting: list[Run] = []
-            run: Run | None = self
-            while run is not None and run._digests is None:
-                waiting.append(run)
-                run = run.parent
-            for each in reversed(waiting):
-                before = each.before
-                each._digests = each._chain.extend(
-                    each._chain.root(each.namespace) if before is None else before, each.tokens
-                )
-        assert self._digests is not None
-        return self._digests if end is None else self._digests[:end]
+    def digests(self) -> list[bytes]:
+        """Return the digests of its blocks, 32 bytes each."""
+        waiting: list[Run] = []
+        run: Run | None = self
+        while run is not None and len(run._digests) < run.num_blocks:
+            waiting.append(run)
+            run = run.parent if not run._digests else None
+        for each in reversed(waiting):
+            done = len(each._digests)
+            before = each._digests[-1] if done else each._before()
+            each._digests += each._chain.extend(before, each.tokens[done * each._chain.block_bytes :])
+        return self._digests
+
+    def _before(self) -> bytes:
+        before = self.before
+        return self._chain.root(self.namespace) if before is None else before
 
     def ids(self, first: int, end: int) -> TokenArray:
         """Return the token ids of blocks first .. end-1, int32."""
         size = self._chain.block_bytes
-        return self._chain.identities.tokens(self.tokens[first * size : end * size])
+        return np.frombuffer(bytes(self.tokens[first * size : end * size]), np.int32)
 
     def identities(self, first: int, end: int) -> list[tuple[int, Identity]]:
         """List what tokens of blocks first .. end-1 are besides their ids, each with its position among them."""
-        size = self._chain.block_bytes
-        packed = self.tokens[first * size : end * size]
-        if not (np.frombuffer(packed, np.int32) < 0).any():
-            return []
-        return self._chain.identities.identities(packed)
+        size = self._chain.block_bytes // TOKEN_BYTES
+        return [(at - first * size, each) for at, each in self.marks if first * size <= at < end * size]
 
 
 @dataclass(frozen=True, slots=True)

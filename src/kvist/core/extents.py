@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from kvist.core.retention import DEFAULT_KEEP
 from kvist.core.siblings import SortedKeys
 from kvist.core.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvist.core.events import Run
 
 __all__ = ["Blocks", "Extent", "Loss", "Match", "Namespace", "Root", "Twins"]
 
@@ -29,7 +33,8 @@ class Extent:
     while it waits in the eviction queue, and `spare` has a bit for each group that it waits in with blocks that are not
     needed much. What was evicted from below it, and when, is in `lost`, by the key that it had. What goes on from an
     extent of the device in the host tier is in `lower`, like `children`. `chain` is, where that was needed once, a
-    number of its blocks and the digest of the prefix that ends after so many.
+    number of its blocks and the digest of the prefix that ends after so many. `run` is what events call its content,
+    and where in that it begins.
     """
 
     __slots__ = (
@@ -48,6 +53,7 @@ class Extent:
         "order",
         "parent",
         "references",
+        "run",
         "spare",
         "start",
         "ticket",
@@ -64,6 +70,7 @@ class Extent:
         self.children: dict[bytes, Extent] | None = None
         self.lower: dict[bytes, Extent] | None = None
         self.chain: tuple[int, bytes] | None = None
+        self.run: tuple[Run, int] | None = None
         self.order: SortedKeys | None = None
         self.num_short_children = 0
         self.references = self.hits = self.ticket = self.spare = 0

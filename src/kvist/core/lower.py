@@ -20,9 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.eviction import Candidates
+from kvist.core.expiries import Expiries
 from kvist.core.extents import Blocks, Extent, Match, Twins
 from kvist.core.moves import BlockMoves
 from kvist.core.pool import BlockPool
+from kvist.core.recording import DISPLACED, OUT_OF_SPAN, PROMOTED
+from kvist.core.retention import DEFAULT_KEEP
 from kvist.core.tokens import common_prefix
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ class LowerTier:
         self.pool_of = pool_of
         self._groups_of = [[group for group, own in enumerate(pool_of) if own == pool] for pool in range(len(pools))]
         self.queue = queue
+        self.expiries = Expiries()
         self.order = order
         self.min_priority = min_priority
         self.min_hits = min_hits
@@ -70,6 +74,7 @@ class LowerTier:
         for pool, original in zip(self.pools, other.pools, strict=True):
             pool.copy_from(original)
         self.queue.copy_from(other.queue, twins)
+        self.expiries.copy_from(other.expiries, twins)
         self.num_extents = other.num_extents
         self.num_demoted, self.num_promoted = other.num_demoted, other.num_promoted
         self.num_evicted, self.num_refused = other.num_evicted, other.num_refused
@@ -113,19 +118,26 @@ class LowerTier:
         num_blocks = len(extent.tokens) // self.tree.block_bytes - keep
         if extent.keep.priority < self.min_priority or extent.hits < self.min_hits or num_blocks <= 0:
             self.num_refused += extent.num_blocks - keep
-            self._forget_below(extent)
+            self._evict_below(extent)
             return False
         blocks = extent.blocks[:, keep : keep + num_blocks]
         num_taken = self._make_room(blocks)
         if num_taken < num_blocks:
             self.num_refused += num_blocks - num_taken
-            self._forget_below(extent)
+            self._evict_below(extent)
             blocks = blocks[:, :num_taken]
         if not num_taken:
             return False
-        at = keep * self.tree.block_bytes
-        tokens = bytes(extent.tokens[at : at + num_taken * self.tree.block_bytes])
-        self._hang(parent, extent, tokens, self._bring_in(blocks), extent.start + keep)
+        size, end = self.tree.block_bytes, keep + num_taken
+        if num_taken < num_blocks and self.tree.keeper is not None:
+            self.tree.keeper.evicted(extent, end, DEVICE)
+        tokens = bytes(extent.tokens[keep * size : end * size])
+        if self.tree.recorder is not None:
+            self.tree.recorder.moved(extent, keep, blocks, DEVICE, HOST, self.tree.reason)
+            self.tree.recorder.removed(extent, end, DEVICE, self.tree.reason)
+        hung = self._hang(parent, extent, tokens, self._bring_in(blocks), extent.start + keep)
+        if num_taken < num_blocks and hung.parent is not None:
+            self.tree.remember_loss(hung, bytes(extent.tokens[end * size : (end + 1) * size]))
         self.num_demoted += num_taken
         return True
 
@@ -155,8 +167,11 @@ class LowerTier:
     ) -> None:
         self.order(BlockMoves(sources, destinations, self.tree.block_size, group, source, destination))
 
-    def _hang(self, parent: Extent, origin: Extent, tokens: bytes, blocks: Blocks, start: int) -> None:
-        """Put blocks below an extent of the device, and what has hung below them until now, in `origin.lower`."""
+    def _hang(self, parent: Extent, origin: Extent, tokens: bytes, blocks: Blocks, start: int) -> Extent:
+        """Put blocks below an extent of the device, and what has hung below them until now, in `origin.lower`.
+
+        Returns the extent here that they are in.
+        """
         below, origin.lower = origin.lower, None
         key = tokens[: self.tree.block_bytes]
         if parent.lower is None:
@@ -167,10 +182,16 @@ class LowerTier:
             only.has_holes = bool((only.blocks < 0).any())
             only.start, only.key, only.parent = start, key, parent
             parent.lower[key] = only
-            return
+            if self.tree.recorder is not None:
+                self.tree.recorder.name(only)
+            return only
         extent = Extent(parent, key, tokens, blocks, origin.created)
         extent.start, extent.has_holes = start, bool((blocks < 0).any())
         extent.last_use, extent.hits, extent.keep = origin.last_use, origin.hits, origin.keep
+        # Anew, since when the device would have let it fall back is not known.
+        self.expiries.wait(extent, self.tree._clock())
+        if origin.run is not None:
+            extent.run = origin.run[0], origin.run[1] + start - origin.start
         extent.children = below or None
         for child in (below or {}).values():
             child.parent = extent
@@ -178,6 +199,7 @@ class LowerTier:
         self.num_extents += 1
         if not below:
             self._offer(extent)
+        return extent
 
     # -- letting go ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +217,8 @@ class LowerTier:
 
     def _evict(self, index: int, wanted: int) -> None:
         """Evict, in the policy's order and victims from their tails, until so many blocks of a pool are free."""
+        if self.expiries.entries:
+            self._expire_priorities()
         pool, groups = self.pools[index], self._groups_of[index]
         while pool.num_free < wanted and self.queue.num_candidates:
             victim = self.queue.first()
@@ -212,12 +236,22 @@ class LowerTier:
                 self._offer_to_stores(victim, 0)
                 self._offer(self._remove(victim))
 
+    def _expire_priorities(self) -> None:
+        """Let priorities whose time is over fall back to the default, as on the device."""
+        for extent in self.expiries.take_due(self.tree._clock()):
+            self.tree.tick += 1
+            extent.keep, extent.last_use = DEFAULT_KEEP, self.tree.tick
+            if extent.ticket:
+                self.queue.withdraw(extent)
+                self.queue.offer(extent)
+
     def _offer_to_stores(self, victim: Extent, keep: int) -> None:
         if self.tree.keeper is not None:
             self.tree.keeper.evicted(victim, keep, HOST)
 
     def _shrink(self, leaf: Extent, keep: int) -> None:
         at = keep * self.tree.block_bytes
+        self._note_removed(leaf, keep, self.tree.reason)
         self._give(leaf.blocks[:, keep:])
         self.tree.remember_loss(leaf, bytes(leaf.tokens[at : at + self.tree.block_bytes]))
         leaf.tokens, leaf.blocks = leaf.tokens[:at], leaf.blocks[:, :keep]
@@ -227,6 +261,7 @@ class LowerTier:
         parent, key = leaf.parent, leaf.key
         assert parent is not None
         assert key is not None
+        self._note_removed(leaf, 0, self.tree.reason)
         self._give(leaf.blocks)
         self.num_extents -= 1
         leaf.parent = None
@@ -255,16 +290,28 @@ class LowerTier:
         if extent.lower is not None:
             self._forget_below(extent)
 
+    def _evict_below(self, extent: Extent) -> None:
+        """Let go of all that hangs below an extent of the device, and offer it to stores."""
+        for child in (extent.lower or {}).values():
+            for each in child.subtree():
+                self._offer_to_stores(each, 0)
+        self._forget_below(extent)
+
     def _forget_below(self, extent: Extent) -> None:
         below, extent.lower = extent.lower, None
         for child in (below or {}).values():
             for each in list(child.subtree()):
                 if each.ticket:
                     self.queue.withdraw(each)
+                self._note_removed(each, 0, self.tree.reason)
                 self._give(each.blocks)
                 self.num_extents -= 1
                 self.num_evicted += each.num_blocks
                 each.parent = each.children = None
+
+    def _note_removed(self, extent: Extent, keep: int, reason: str) -> None:
+        if self.tree.recorder is not None:
+            self.tree.recorder.removed(extent, keep, HOST, reason)
 
     def _give(self, blocks: Blocks) -> None:
         for group, index in enumerate(self.pool_of):
@@ -289,6 +336,9 @@ class LowerTier:
         extent.start += num_blocks
         extent.parent, extent.tokens, extent.blocks = upper, extent.tokens[at:], extent.blocks[:, num_blocks:]
         extent.key = bytes(extent.tokens[: self.tree.block_bytes])
+        if extent.run is not None:
+            run, offset = upper.run = extent.run
+            extent.run = run, offset + num_blocks
         upper.children = {extent.key: extent}
         self.num_extents += 1
         return upper
@@ -303,6 +353,10 @@ class LowerTier:
         self.unhang(parent, extent.key)
         if extent.ticket:
             self.queue.withdraw(extent)
+        if self.tree.recorder is not None:
+            self.tree.recorder.moved(extent, 0, blocks, HOST, DEVICE, PROMOTED)
+            unused = np.where(blocks < 0, extent.blocks, -1)
+            self.tree.recorder.removed(extent, 0, HOST, OUT_OF_SPAN, unused)
         for group in range(len(self.pool_of)):
             wanted = np.flatnonzero(blocks[group] >= 0)
             if len(wanted):
@@ -327,30 +381,50 @@ class LowerTier:
         parent, key = extent.parent, extent.key
         if parent is None or parent.lower is None or key is None or key not in parent.lower:
             return
-        twin = self.unhang(parent, key)
-        length = min(len(twin.tokens), len(extent.tokens))
-        num_blocks = common_prefix(bytes(twin.tokens), 0, extent.tokens, length) // self.tree.block_bytes
-        if num_blocks < twin.num_blocks:
-            upper = self._cut_loose(twin, num_blocks)
-            below: dict[bytes, Extent] | None = {upper: twin}
-        else:
-            if twin.ticket:
-                self.queue.withdraw(twin)
-            self._give(twin.blocks)
-            self.num_extents -= 1
-            below = twin.children
-            twin.parent = twin.children = None
-        if not below:
-            return
-        if num_blocks == extent.num_blocks:
-            self.hang_below(extent, below)
-            return
-        self.hang_below(self.tree.split(extent, num_blocks), below)
-        self.make_way(extent)
+        for end, below in self._left_over(self.unhang(parent, key), extent):
+            upper = extent if end == extent.start + extent.num_blocks else self.tree.split(extent, end - extent.start)
+            self.hang_below(upper, below)
+
+    def _left_over(self, twin: Extent, extent: Extent) -> list[tuple[int, dict[bytes, Extent]]]:
+        """Let go of what an extent that hangs nowhere, and those below it, have in common with one of the device.
+
+        Returns what is left of them, by the number of blocks of the prefix that it comes after.
+        """
+        content, size, at = bytes(extent.tokens), self.tree.block_bytes, 0
+        left: list[tuple[int, dict[bytes, Extent]]] = []
+        each: Extent | None = twin
+        while each is not None:
+            length = min(len(each.tokens), len(content) - at)
+            num_blocks = common_prefix(content, at, each.tokens, length) // size
+            at += num_blocks * size
+            if num_blocks < each.num_blocks:
+                below = {self._cut_loose(each, num_blocks): each}
+                each = None
+            else:
+                below = self._given_up(each)
+                each = below.pop(content[at : at + size], None)
+            if below:
+                left.append((extent.start + at // size, below))
+        return left
+
+    def _given_up(self, extent: Extent) -> dict[bytes, Extent]:
+        """Give an extent back that hangs nowhere, and return what has hung below it."""
+        if extent.ticket:
+            self.queue.withdraw(extent)
+        self._note_removed(extent, 0, DISPLACED)
+        self._give(extent.blocks)
+        self.num_extents -= 1
+        below = extent.children or {}
+        extent.parent = extent.children = None
+        return below
 
     def _cut_loose(self, extent: Extent, num_blocks: int) -> bytes:
         """Give back the first blocks of an extent that hangs nowhere, and return the key that it has then."""
         at = num_blocks * self.tree.block_bytes
+        if self.tree.recorder is not None:
+            self.tree.recorder.removed(extent, 0, HOST, DISPLACED, extent.blocks[:, :num_blocks])
+        if extent.run is not None:
+            extent.run = extent.run[0], extent.run[1] + num_blocks
         self._give(extent.blocks[:, :num_blocks])
         extent.tokens, extent.blocks = bytes(extent.tokens[at:]), extent.blocks[:, num_blocks:]
         extent.start += num_blocks

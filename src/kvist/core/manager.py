@@ -44,9 +44,10 @@ from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
 from kvist.core.keeping import KeptBlocks
-from kvist.core.lower import HOST
+from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
+from kvist.core.recording import RESET, Recorder
 from kvist.core.retention import Retention
 from kvist.core.rows import NEVER
 from kvist.core.sequences import Sequence, Sequences
@@ -67,7 +68,7 @@ class CacheCore:
     number of blocks.
     """
 
-    def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: CacheConfig, clock: Callable[[], float], epoch: int = 0) -> None:
         if not isinstance(config, CacheConfig):
             raise ArgumentTypeError(f"config is a {type(config).__name__}, must be a CacheConfig")
         config.validate()
@@ -76,6 +77,17 @@ class CacheCore:
         self.config = config
         self.clock = clock
         self._state = CacheState(config, clock)
+        if config.event_buffer:
+            self._record(Recorder(self._state.chain, self._state.spans, epoch))
+
+    def _record(self, recorder: Recorder) -> None:
+        """Note what happens from now on, as events, beginning with how many blocks there are."""
+        state = self._state
+        counts = {DEVICE: [pool.num_blocks for pool in state.group_pools]}
+        if state.lower is not None:
+            counts[HOST] = [state.lower.pools[pool].num_blocks for pool in state.pool_of]
+        recorder.created(counts)
+        state.record(recorder)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -480,8 +492,14 @@ class CacheCore:
             names += ", ..." if len(running) > 8 else ""
             also = f", {suspended} are suspended" if suspended else ""
             raise SequenceError(f"reset: {len(running)} sequences run ({names}){also} and {pins} pins hold")
+        old = self._state.recorder
         self._state.tree.clear()
         self._state = CacheState(self.config, self.clock)
+        if old is not None:
+            old.cleared(None, RESET)
+            recorder = Recorder(self._state.chain, self._state.spans, old.epoch, old.next_id)
+            recorder.staged, recorder.overflow = old.staged, old.overflow
+            self._state.record(recorder)
 
     # -- forecasts ----------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.extents import Blocks, Extent, Match, Namespace
+from kvist.core.identity import UNKNOWN
+from kvist.core.lower import DEVICE
+from kvist.core.recording import LOADED
 from kvist.core.spanned import SpannedGroup
 from kvist.core.state import CacheState
+from kvist.core.tokens import TOKEN_BYTES
 
 __all__ = ["Missing", "can_install", "discard", "install", "missing_of"]
 
@@ -95,8 +99,19 @@ def missing_of(
     before = chain.root(namespace)
     if on_device is not None and num_device:
         before = chain.of_path(on_device.bottom, num_device - 1, num_device)[-1]
-    tokens = bytes(prompt[position:end])
+    tokens = _identified(bytes(prompt[position:end]), tree.block_bytes)
+    if not tokens:
+        return None
     return Missing(namespace, on_device, num_device, chain.extend(before, tokens), tokens)
+
+
+def _identified(tokens: bytes, block_bytes: int) -> bytes:
+    """Return leading whole blocks of packed ids, up to one with an identity that was only looked up, and is not known.
+
+    What that stands for is not kept, so it has no digest.
+    """
+    unknown = np.flatnonzero(np.frombuffer(tokens, np.int32) == UNKNOWN)
+    return tokens[: unknown[0] * TOKEN_BYTES // block_bytes * block_bytes] if len(unknown) else tokens
 
 
 def can_install(state: CacheState, missing: Missing, end: int, other_needs: list[int]) -> bool:
@@ -133,6 +148,9 @@ def install(state: CacheState, missing: Missing, end: int, other_needs: list[int
     tree.tick += 1
     origin = Extent(parent, tokens[: tree.block_bytes], tokens, blocks, tree.tick)
     extent = tree.add_unheld(parent, origin, blocks)
+    if state.recorder is not None:
+        state.recorder.name(extent)
+        state.recorder.stored(extent, 0, DEVICE, LOADED)
     tree.hold(extent)
     if state.lower is not None:
         state.lower.make_way(extent)
@@ -143,11 +161,17 @@ def install(state: CacheState, missing: Missing, end: int, other_needs: list[int
 
 
 def discard(state: CacheState, extent: Extent) -> None:
-    """Release an extent that could not be filled, and forget it."""
-    if state.lower is not None:
-        state.lower.forget_below(extent)
+    """Release an extent that could not be filled, and forget it, with what was split off its head since it was made."""
+    unfilled, node = [], extent
+    while node.parent is not None and node.created == extent.created:
+        unfilled.append(node)
+        node = node.parent
     state.tree.release(extent)
-    state.tree.discard(extent)
+    for each in unfilled:
+        if each.parent is not None and not each.references and not each.children:
+            if state.lower is not None:
+                state.lower.forget_below(each)
+            state.tree.discard(each)
 
 
 def _needs(state: CacheState, wanted: list[NDArray[np.intp]], other_needs: list[int]) -> list[int]:

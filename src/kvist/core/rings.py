@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from kvist.core import holdings
 from kvist.core.extents import Extent
 from kvist.core.groups import RingGeometry
+from kvist.core.lower import DEVICE
+from kvist.core.recording import TAKEN_OVER
 from kvist.core.rows import NEVER, RowState
 from kvist.core.spanned import SpannedGroup
 from kvist.errors import SequenceError
@@ -185,6 +187,8 @@ def _make_private(state: CacheState, group: SpannedGroup, row: int, column: int,
         extent = _extent_of(state, row, column)
         extent.blocks[index, column - extent.start] = -1
         extent.has_holes = True
+        if state.recorder is not None:
+            state.recorder.removed_in(extent, index, np.array([column - extent.start]), DEVICE, TAKEN_OVER)
     else:
         rows.block_table[index, row, column] = state.take(index, 1)[0]
         own = rows.block_table.item(index, row, column)

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from kvist.core.extents import Extent, Twins
 from kvist.core.groups import Span
+from kvist.core.losses import MADE_ROOM
 from kvist.core.pool import BlockPool
+from kvist.core.recording import Recorder
 from kvist.core.tokens import TOKEN_BYTES
 
 __all__ = ["SpannedGroup"]
@@ -42,6 +44,7 @@ class SpannedGroup:
         "index",
         "num_evictable",
         "pool",
+        "recorder",
         "references",
         "span",
     )
@@ -59,6 +62,7 @@ class SpannedGroup:
         self.emptied: list[Extent] = []
         self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
+        self.recorder: Recorder | None = None
 
     def copy_from(self, other: SpannedGroup, twins: Twins) -> None:
         """Count and rank the copies of extents as another group does the originals; references are copied apart."""
@@ -244,6 +248,8 @@ class SpannedGroup:
         if len(free):
             self.pool.give(column[free])
             column[free] = -1
+            if self.recorder is not None:
+                self.recorder.removed_in(extent, self.index, free, "device", MADE_ROOM)
             extent.has_holes = True
             self.num_evictable -= len(free)
             if len(free) == len(columns) and extent.ticket:

@@ -20,6 +20,7 @@ from kvist.core.matching import Pin
 from kvist.core.moves import Move
 from kvist.core.policies import queue_of
 from kvist.core.pool import BlockPool
+from kvist.core.recording import Recorder
 from kvist.core.retention import Keep
 from kvist.core.rows import SequenceRows
 from kvist.core.sequences import Encoder, Sequence
@@ -88,9 +89,11 @@ class CacheState:
             partial=self.reuses and config.partial_reuse and self.recurrent is None,
         )
         self.identities = IdentityTable()
+        self.chain = Chain(config.fingerprint, self.block_size, self.identities)
         self.lower = self.tree.lower = self._lower_tier()
         self.keeper = self.tree.keeper = self._keeper()
-        self.tree.has_tiers = self.lower is not None or self.keeper is not None
+        self.recorder: Recorder | None = None
+        self._note_listeners()
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
         self.counters = Counters(len(self.spans))
         self.pins: dict[Pin, PinHold] = {}
@@ -115,13 +118,23 @@ class CacheState:
             min_hits=spec.min_hits,
         )
 
+    def record(self, recorder: Recorder) -> None:
+        """Let a recorder note what happens from now on."""
+        self.recorder = self.tree.recorder = recorder
+        for group in self.spanned:
+            group.recorder = recorder
+        self._note_listeners()
+
+    def _note_listeners(self) -> None:
+        tree = self.tree
+        tree.has_listeners = any(each is not None for each in (tree.lower, tree.keeper, tree.recorder))
+
     def _keeper(self) -> Keeper | None:
         stores = self.config.stores
         if not stores or not self.reuses:
             return None
         writes = {store.write for store in stores}
-        chain = Chain(self.config.fingerprint, self.block_size, self.identities)
-        return Keeper(chain, self.order, on_commit="through" in writes, on_evict="back" in writes)
+        return Keeper(self.chain, self.order, on_commit="through" in writes, on_evict="back" in writes)
 
     def _spanned_groups(self) -> list[SpannedGroup]:
         references: dict[int, NDArray[np.int32]] = {}
@@ -178,6 +191,7 @@ class CacheState:
         """
         twin = CacheState(self.config, self.clock)
         twin.keeper = twin.tree.keeper = None  # what is only supposed is not stored
+        twin._note_listeners()
         twins: Twins = {id(extent): extent.copied() for extent in [*self.all_extents(), *self.lower_extents()]}
         for pool, original in zip(twin.pools, self.pools, strict=True):
             pool.copy_from(original)

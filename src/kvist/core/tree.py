@@ -27,6 +27,7 @@ from kvist.core.keeping import Keeper
 from kvist.core.losses import ASKED_FOR, MADE_ROOM, MAX_LOSSES_BELOW, UNREACHABLE, Losses
 from kvist.core.lower import DEVICE, LowerTier
 from kvist.core.pool import BlockPool
+from kvist.core.recording import DROPPED, NOT_FILLED, PUBLISHED, Recorder
 from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
 from kvist.core.spanned import SpannedGroup
@@ -63,7 +64,8 @@ class PrefixTree:
         self.block_size = block_size
         self.lower: LowerTier | None = None
         self.keeper: Keeper | None = None
-        self.has_tiers = False
+        self.recorder: Recorder | None = None
+        self.has_listeners = False
         self._no_blocks = np.empty((num_groups, 0), np.int32)
         self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
         self._all_spare = sum(group.bit for group in spanned)
@@ -278,7 +280,10 @@ class PrefixTree:
         """Let priorities whose time is over fall back to the default; such extents count as used now."""
         for extent in self.expiries.take_due(self._clock()):
             self.tick += 1
+            old_priority = extent.priority
             extent.keep, extent.last_use = DEFAULT_KEEP, self.tick
+            if self.recorder is not None:
+                self.recorder.updated(extent, old_priority, DEVICE)
             if extent.ticket:
                 self.queue.withdraw(extent)
                 self.queue.offer(extent)
@@ -364,16 +369,23 @@ class PrefixTree:
         if is_alone and extent.keep == keep and self._may_grow(extent, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
+            num_before = extent.num_blocks
             extent.tokens += tokens
             extent.blocks = np.concatenate((extent.blocks, blocks), axis=1)
             extent.lost = None
             extent.has_holes |= has_holes
+            if listed and self.recorder is not None:
+                self.recorder.rename_grown(extent, num_before)
+                self.recorder.stored(extent, num_before, DEVICE, PUBLISHED)
             return extent
         key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks if self.spanned else blocks.copy(), self.tick)
         child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
             self._link(extent, child)
+            if self.recorder is not None:
+                self.recorder.name(child)
+                self.recorder.stored(child, 0, DEVICE, PUBLISHED)
             if extent.lower is not None and self.lower is not None:
                 self.lower.make_way(child)
         return child
@@ -383,7 +395,7 @@ class PrefixTree:
         assert origin.key is not None
         child = Extent(parent, origin.key, origin.tokens, blocks, origin.created)
         child.last_use, child.hits, child.keep, child.lost = origin.last_use, origin.hits, origin.keep, origin.lost
-        child.has_holes = bool((blocks < 0).any())
+        child.has_holes, child.run = bool((blocks < 0).any()), origin.run
         self._link(parent, child)
         self.num_evictable += child.num_blocks
         for group in self.spanned:
@@ -408,6 +420,9 @@ class PrefixTree:
         upper.references = 1 if extent.references else 0
         extent.start += num_blocks
         extent.parent, extent.tokens, extent.blocks = upper, extent.tokens[at:], extent.blocks[:, num_blocks:]
+        if extent.run is not None:
+            run, offset = upper.run = extent.run
+            extent.run = run, offset + num_blocks
         if extent.key is not None:
             assert parent.children is not None
             parent.children[extent.key] = upper
@@ -456,7 +471,7 @@ class PrefixTree:
 
     def _remove(self, extent: Extent, *, remember: bool) -> Extent | None:
         """Take a leaf that nobody holds out of the tree; return its parent if that has become one."""
-        is_lost = self._demote(extent, 0, remember=remember) if self.has_tiers else remember
+        is_lost = self._demote(extent, 0, remember=remember) if self.has_listeners else remember
         self.num_evictable -= extent.blocks.shape[1]
         num_blocks = self._give(extent.blocks, has_holes=extent.has_holes)
         if remember:
@@ -476,7 +491,7 @@ class PrefixTree:
 
     def shrink(self, extent: Extent, keep: int) -> None:
         """Let go of a leaf's blocks but the first `keep`."""
-        is_lost = self._demote(extent, keep, remember=True) if self.has_tiers else True
+        is_lost = self._demote(extent, keep, remember=True) if self.has_listeners else True
         blocks, tokens, at = extent.blocks, extent.tokens, keep * self.block_bytes
         self.num_evictable -= blocks.shape[1] - keep
         num_blocks = self._give(blocks[:, keep:], has_holes=extent.has_holes)
@@ -502,6 +517,8 @@ class PrefixTree:
                 self.keeper.evicted(extent, keep, DEVICE)
         elif self.lower is not None:
             self.lower.forget_below(extent)
+        if self.recorder is not None:
+            self.recorder.removed(extent, keep, DEVICE, self.reason if remember else NOT_FILLED)
         return remember
 
     def discard(self, extent: Extent) -> None:
@@ -533,6 +550,8 @@ class PrefixTree:
         root = self.roots.pop(namespace, None)
         if root is None:
             return 0
+        if self.recorder is not None:
+            self.recorder.cleared(namespace, DROPPED)
         num_freed = 0
         for key in root.children or ():
             self.losses.forget_first(key)
@@ -541,7 +560,7 @@ class PrefixTree:
                 self.queue.withdraw(extent)
             if self.lower is not None:
                 self.lower.forget_below(extent)
-            extent.children = extent.order = extent.key = extent.lost = None
+            extent.children = extent.order = extent.key = extent.lost = extent.run = None
             extent.num_short_children = 0
             if extent.parent is None:
                 continue

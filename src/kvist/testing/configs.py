@@ -104,6 +104,7 @@ def cache_configs(
         max_chunk_tokens=draw(st.sampled_from((None, None, 1, block_size, 2 * block_size + 1))),
         pin_budget=draw(st.sampled_from((1.0, 1.0, 1.0, 0.5, 0.0))),
         tiers=tiers,
+        event_buffer=draw(st.sampled_from((0, 1 << 20))),
     )
 
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvist.config import CacheConfig
+from kvist.core.contents import Contents, contents_of
 from kvist.core.extents import Namespace
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.sequences import Sequence, Sequences
 from kvist.core.state import PinHold
 from kvist.errors import KvistError, OutOfBlocks, OutOfRows, TransferError
+from kvist.event_log import Subscription
 from kvist.manager import KVCacheManager
 from kvist.testing.bills import Bill, Counts
 from kvist.testing.configs import Draft, cache_configs, rare
@@ -85,12 +87,27 @@ class Stage(RuleBasedStateMachine):
             self.memory.prefixes, self.config, self.bill.max_ring_tokens, has_bubble=self.bill.bubble > 0
         )
 
+        self.contents = Contents()
+
     # -- proofs -------------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_books_are_right(self) -> None:
         """Prove the manager's invariants."""
         self.manager.check()
+
+    @invariant()
+    def events_tell_what_is_cached(self) -> None:
+        """Fold the events that have come, published or not, and compare with what is in the trees."""
+        recorder = self.manager._state.recorder
+        if recorder is None:
+            return
+        require(
+            self.contents.follow([*Subscription.poll(self.manager.events), *recorder.take()]), "an event is missing"
+        )
+        actual = contents_of(self.manager._state)
+        told, found = self.contents.blocks, actual.blocks
+        require(self.contents.digest() == actual.digest(), f"events tell {told}, cached are {found}")
 
     @invariant()
     def every_sequence_is_what_it_should_be(self) -> None:
