@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvist.config import CacheConfig
-from kvist.errors import ArgumentError, KvistError
+from kvist.errors import ArgumentError, ConfigError, KvistError
+from kvist.sizes import parse_bytes
+from kvist.tier_config import DiskTier, HostTier, RemoteTier, TierSpec
 
 try:
     import typer
@@ -24,6 +26,7 @@ except ModuleNotFoundError as missing:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvist import KVCacheManager
     from kvist.serve import Engine, Generation, SamplingParams
 
 __all__ = ["app", "main"]
@@ -38,6 +41,8 @@ Examples:
   kvist generate --model SmolLM2-135M-Instruct --chat --prompt "What is a block?"
   kvist generate --model ./my-model --prompts questions.txt --json > answers.jsonl
   cat questions.txt | kvist generate --model ./my-model --prompts - --temperature 0.8
+  kvist generate --model ./my-model --prompts questions.txt --host 2GiB --disk ./cache:20GiB
+  kvist generate --model ./my-model --prompts questions.txt --remote valkey://localhost:6379
 
 Exit status: 0 done; 1 the model cannot be used or a prompt does not fit; 2 wrong arguments; 130 interrupted.
 """
@@ -102,6 +107,17 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with statistics.")] = False,
+    host: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Keep what does not fit in the cache in host memory.")
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="DIR[:SIZE]", help="Keep what is computed in a folder, for later runs; 1 GiB if no size."),
+    ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Keep it in a store to share: valkey://, s3://, gs://, az://, file://."),
+    ] = None,
     cache_folder: Annotated[
         Path | None,
         typer.Option(help="Where models converted from GGUF are kept; by default ~/.cache/kvist.", show_default=False),
@@ -115,13 +131,20 @@ def generate(
         sampling = SamplingParams(
             max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
+        tiers = _tiers(host, disk, remote)
     with _errors_told(status=1):
         serve = _import_serve()
         decoder, tokenizer = _load(model, cache_folder)
         token_ids = [_tokenize(tokenizer, text, chat=chat) for text in texts]
         num_blocks = blocks or _default_num_blocks(decoder, token_ids, block_size, max_tokens)
-        config = serve.cache_config(decoder, num_blocks=num_blocks, block_size=block_size, max_sequences=max_running)
-        generations = _run(serve.Engine(decoder, config), token_ids, sampling)
+        config = serve.cache_config(
+            decoder, num_blocks=num_blocks, block_size=block_size, max_sequences=max_running, tiers=tiers
+        )
+        with serve.Engine(decoder, config) as engine:
+            generations = _run(engine, token_ids, sampling)
+            engine.manager.flush()
+            for line in _told_of_tiers(engine.manager):
+                print(f"kvist: {line}", file=sys.stderr)
     for index, generation in enumerate(generations):
         text = str(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
         print(_as_json(index, text, generation) if as_json else _as_text(index, text, len(texts)))
@@ -192,6 +215,53 @@ def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
     if not lines:
         raise ArgumentError(f"--prompts: {file} has no prompts, it needs one a line")
     return lines
+
+
+def _tiers(host: str | None, disk: str | None, remote: str | None) -> list[TierSpec]:
+    """Return the tiers that were asked for, faster ones first."""
+    tiers: list[TierSpec] = []
+    if host is not None:
+        tiers.append(HostTier(parse_bytes(host)))
+    if disk is not None:
+        directory, size = _directory_and_size(disk)
+        tiers.append(DiskTier(directory) if size is None else DiskTier(directory, size))
+    if remote is not None:
+        if "://" not in remote and not all(remote.partition(":")):
+            raise ArgumentError(f"--remote is {remote!r}, must be a URL such as valkey://localhost:6379")
+        tiers.append(RemoteTier(remote))
+    return tiers
+
+
+def _directory_and_size(disk: str) -> tuple[str, int | None]:
+    """Part `DIR[:SIZE]`: what follows the last colon is a size if it reads as one, else part of the folder's name."""
+    directory, _, size = disk.rpartition(":")
+    if directory:
+        try:
+            return directory, parse_bytes(size)
+        except ConfigError:
+            if size[:1].isdecimal():
+                raise
+    if not disk:
+        raise ArgumentError("--disk is empty; name a folder")
+    return disk, None
+
+
+def _told_of_tiers(manager: KVCacheManager) -> Iterator[str]:
+    """Yield a line about each tier."""
+    for tier in manager.stats().tiers:
+        yield (
+            f"{tier.name}: {tier.num_used_blocks:,} of {tier.num_blocks:,} blocks, {tier.num_demoted_blocks:,} came, "
+            f"{tier.num_promoted_blocks:,} went back, {tier.num_evicted_blocks:,} evicted, "
+            f"{tier.num_refused_blocks:,} refused"
+        )
+    for name, store in manager.store_stats().items():
+        bound = "" if store.capacity_bytes is None else f" of {store.capacity_bytes / 2**20:,.1f}"
+        failed = store.num_errors + store.num_timeouts
+        yield (
+            f"{name}: {store.num_entries:,} blocks, {store.num_bytes / 2**20:,.1f}{bound} MiB, {store.num_put:,} put, "
+            f"{store.num_hits:,} found, {store.num_refused:,} refused, {store.num_evicted:,} evicted, "
+            f"{store.num_corrupt:,} damaged, {failed:,} calls failed"
+        )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,9 +18,12 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentTypeError
 from kvist.tiers.protocol import StoreFormat
-from kvist.tiers.stack import Coming, StoreStack, open_stack
+from kvist.tiers.stack import HERE, NOWHERE, Coming, StoreStack, open_stack
 
 __all__ = ["ByteMemory", "StoreLink", "link_of"]
+
+Places = NDArray[np.int8]
+"""Where the stores have each missing block of each group, `[num_groups, n]`: see `StoreStack.look`."""
 
 
 @runtime_checkable
@@ -61,20 +65,22 @@ class StoreLink:
 
     def find(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
-    ) -> tuple[Missing, int] | None:
-        """Look what the stores have of a prompt beyond the device; returns it with the blocks that it would add."""
+    ) -> tuple[Missing, int, Places] | None:
+        """Look what the stores have of a prompt beyond the device.
+
+        Returns what the device misses, how many of these blocks could be had, and where they are.
+        """
         missing = restoring.missing_of(state, prompt, namespace, limit, match)
         if missing is None:
             return None
-        columns = np.arange(len(missing.digests))
-        present = np.zeros((len(state.spans), len(columns)), bool)
-        end = len(columns)
+        end = len(missing.digests)
+        columns, places = np.arange(end), np.full((len(state.spans), end), NOWHERE, np.int8)
         for group, span in enumerate(state.spans):  # full attention comes first, and says how far it is worth asking
             if span.kind != "cross":
-                present[group, :end] = self.stack.contains(missing.keys(state, group, columns[:end]))
-                end = end if span.kind != "full" else missing.reach_of_full(present)
-        end = missing.reach(state, present)
-        return (missing, end) if end else None
+                places[group, :end] = self.stack.look(missing.keys(state, group, columns[:end]))
+                end = end if span.kind != "full" else missing.reach_of_full(places != NOWHERE)
+        end = missing.reach(state, places != NOWHERE)
+        return (missing, end, places) if end else None
 
     def bring_up(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,
@@ -86,9 +92,10 @@ class StoreLink:
         nothing was found, or came in time, or where there is no room for it and the rest of the prompt.
         """
         found = self.find(state, prompt, namespace, limit, match)
-        if found is None or not self._pays(state, *found):
+        end = 0 if found is None else self._num_worth_loading(state, *found)
+        if found is None or not end:
             return None
-        missing, end = found
+        missing = found[0]
         if not restoring.can_install(state, missing, end, self._other_needs(state, prompt, missing, end, num_beams)):
             return None
         wanted = missing.wanted(state, end)
@@ -114,7 +121,7 @@ class StoreLink:
         counts = dict.fromkeys(self.stack.names, 0)
         found = self.find(state, prompt, namespace, len(prompt) - TOKEN_BYTES, match)
         if found is not None:
-            missing, end = found
+            missing, end, _ = found
             columns = np.arange(max(first // state.block_size - missing.num_device, 0), end)
             group = next(group for group, span in enumerate(state.spans) if span.kind != "cross")
             wanted = np.intersect1d(missing.wanted(state, end)[group], columns)
@@ -141,16 +148,36 @@ class StoreLink:
         keys = [[] if kind == "cross" else missing.keys(state, group, columns) for group, kind in enumerate(kinds)]
         return len(columns) * state.block_size, self.stack.fetch_ahead(keys)
 
-    def _pays(self, state: CacheState, missing: Missing, end: int) -> bool:
-        """Say whether loading takes less time than computing."""
+    def _num_worth_loading(self, state: CacheState, missing: Missing, end: int, places: Places) -> int:
+        """Return how many of the first `end` missing blocks to load: runs from one place, until one does not pay."""
         if self.prefill_tokens_per_s is None:
-            return True
-        counts = [len(columns) for columns in missing.wanted(state, end)]
-        num_bytes = sum(n * size for n, size in zip(counts, self._block_bytes, strict=True))
-        num_tokens = end * state.block_size
-        pays = self.stack.seconds_to_get(num_bytes, sum(counts)) < num_tokens / self.prefill_tokens_per_s
-        self.num_declined_tokens += 0 if pays else num_tokens
-        return pays
+            return end
+        wanted = np.zeros((len(places), end), bool)
+        for group, columns in enumerate(missing.wanted(state, end)):
+            wanted[group, columns] = True
+        slowest = np.where(wanted, places[:, :end], HERE).max(axis=0)
+        starts = [0, *(np.flatnonzero(np.diff(slowest)) + 1).tolist(), end]
+        worth = 0
+        for start, stop in pairwise(starts):
+            num_tokens = (stop - start) * state.block_size
+            seconds = self._seconds(places[:, start:stop], wanted[:, start:stop])
+            if seconds and seconds >= num_tokens / self.prefill_tokens_per_s:
+                break
+            worth = stop
+        if worth < end:
+            present = places != NOWHERE
+            present[:, worth:] = False
+            worth = missing.reach(state, present) if worth else 0
+            self.num_declined_tokens += (end - worth) * state.block_size
+        return worth
+
+    def _seconds(self, places: Places, wanted: NDArray[np.bool_]) -> float:
+        """Return how long it takes to get the wanted blocks from where they are."""
+        total, sizes = 0.0, np.array(self._block_bytes)
+        for place in np.unique(places[wanted]).tolist():
+            counts = ((places == place) & wanted).sum(axis=1)
+            total += self.stack.seconds_to_get(place, int((counts * sizes).sum()), int(counts.sum()))
+        return total
 
     @staticmethod
     def _other_needs(

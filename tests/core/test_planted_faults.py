@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvist import KVCacheManager, OutOfBlocks
@@ -15,11 +16,13 @@ from kvist.core import admission, branches, growth, holdings, pinning, recurrent
 from kvist.core import state as core_state
 from kvist.core.groups import Span
 from kvist.core.identity import IdentityTable
+from kvist.core.lower import LowerTier
 from kvist.core.pool import BlockPool
+from kvist.core.recording import Recorder
 from kvist.core.spanned import SpannedGroup
 from kvist.core.state import CacheState
 from kvist.core.tree import PrefixTree
-from kvist.testing import CacheMachine
+from kvist.testing import CacheMachine, cache_configs, cache_machine
 from kvist.testing.stage import BEFORE_EACH_WRITE
 
 EXAMPLES = settings(
@@ -380,12 +383,67 @@ def accepted_drafts_stay_where_they_were(monkeypatch):
 # -- the machine fails ------------------------------------------------------------------------------------------------
 
 
+# -- tiers and events -------------------------------------------------------------------------------------------------
+
+TIERS = {}
+
+
+def fault_of_tiers(plant):
+    TIERS[plant.__name__] = plant
+    return plant
+
+
+@fault_of_tiers
+def what_goes_to_host_memory_is_not_copied(monkeypatch):
+    def order(original, lower, group, sources, destinations, source, destination):
+        if destination != "host":
+            original(lower, group, sources, destinations, source, destination)
+
+    wrap(monkeypatch, LowerTier, "_order", order)
+
+
+@fault_of_tiers
+def what_comes_from_host_memory_is_that_of_other_blocks(monkeypatch):
+    def order(original, lower, group, sources, destinations, source, destination):
+        shifted = np.roll(sources, 1) if source == "host" else sources
+        original(lower, group, shifted, destinations, source, destination)
+
+    wrap(monkeypatch, LowerTier, "_order", order)
+
+
+@fault_of_tiers
+def host_memory_keeps_what_the_device_publishes_anew(monkeypatch):
+    wrap(monkeypatch, LowerTier, "make_way", lambda original, lower, extent: None)
+
+
+@fault_of_tiers
+def host_memory_outlives_the_prefix_that_it_hangs_below(monkeypatch):
+    def forget_below(original, lower, extent):
+        extent.lower = None
+
+    wrap(monkeypatch, LowerTier, "_forget_below", forget_below)
+
+
+@fault_of_tiers
+def an_eviction_is_not_told(monkeypatch):
+    wrap(monkeypatch, Recorder, "removed", lambda original, *arguments, **options: None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_the_machine_finds_a_planted_fault(name, monkeypatch):
     FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(CacheMachine, settings=EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TIERS))
+def test_the_machine_finds_a_fault_of_tiers(name, monkeypatch):
+    TIERS[name](monkeypatch)
+    configs = cache_configs(block_sizes=(1, 2), max_blocks=8, host=st.just(True))
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(cache_machine(configs), settings=EXAMPLES)
 
 
 @pytest.mark.parametrize(

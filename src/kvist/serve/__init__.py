@@ -14,12 +14,13 @@ from kvist.serve.scheduler import Chunk, Request, Scheduler
 
 if TYPE_CHECKING:
     from kvist.serve.engine import Engine, Generation, RequestStats, TokenEvent
+    from kvist.serve.fingerprint import model_fingerprint
     from kvist.serve.model import cache_config, load_model
 
 __all__ = [
     "Engine", "Generation", "RequestStats", "SamplingParams", "TokenEvent",
     "Chunk", "Request", "Scheduler",
-    "cache_config", "load_model",
+    "cache_config", "load_model", "model_fingerprint",
 ]  # fmt: skip
 
 _LAZY = {
@@ -29,6 +30,7 @@ _LAZY = {
     "TokenEvent": "kvist.serve.engine",
     "cache_config": "kvist.serve.model",
     "load_model": "kvist.serve.model",
+    "model_fingerprint": "kvist.serve.fingerprint",
 }
 
 

@@ -35,7 +35,8 @@ class PackedBatch:
     """What every layer's attention needs to know about one forward pass.
 
     `groups` has an entry for each group of the cache, None for those without attention; `group_of` says which is whose,
-    by index of the layer's spec.
+    by index of the layer's spec. The specs in `layers` are the model's own: K and V are read in their dtype, whatever
+    they are stored as.
     """
 
     memory: TorchMemory
@@ -63,8 +64,9 @@ class PackedBatch:
 
         The rows are those of the group's spans, one span after the other.
         """
-        index, _, group = self.of_layer(layer)
-        pairs = [self.memory.gather(index, span.block_table, span.length) for span in group.spans]
+        index, spec, group = self.of_layer(layer)
+        dtype = getattr(torch, spec.dtype)
+        pairs = [self.memory.gather(index, span.block_table, span.length, dtype=dtype) for span in group.spans]
         keys, values = (torch.cat([_rows(plane) for plane in planes]) for planes in zip(*pairs, strict=True))
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
@@ -111,7 +113,7 @@ def paged_attention(
         elif isinstance(span, PrefillSpan) and span.is_fresh:
             past = keys[None, span.start : span.stop], values[None, span.start : span.stop]
         else:
-            past = kvist_batch.memory.gather(index, span.block_table, span.length)
+            past = kvist_batch.memory.gather(index, span.block_table, span.length, dtype=keys.dtype)
         if isinstance(span, DecodeSpan):
             output[span.rows] = _decode(queries.index_select(0, span.rows), *past, span, scores)
         else:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from kvist import CacheConfig, KVCacheManager
-from kvist.config import LayerSpec, StateSpec
+from kvist.config import AttentionSpec, LayerSpec, StateSpec, is_quantised
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError, ConfigError
 from kvist.memory.arena import TorchMemory
 from kvist.serve.layers import ModelLayers
-from kvist.serve.model import max_positions, supported_layers
+from kvist.serve.loading import Loading, PrefillRate, num_prefill_tokens
+from kvist.serve.model import max_positions, named, supported_layers
 from kvist.serve.runner import Runner
 from kvist.serve.sampling import Sampler, SamplingParams, choose_tokens
-from kvist.serve.scheduler import FinishReason, Request, Scheduler
+from kvist.serve.scheduler import Chunk, FinishReason, Request, Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +111,12 @@ class Engine:
     computes at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise
     left as it is, so it can be used directly between steps. One thread at a time may call an engine.
 
-    Raises `ConfigError` for a model with layers that are not supported, and for limits that contradict each other.
+    With tiers on disk or in the network, what they have of the first waiting prompts is fetched ahead: a request waits
+    for it, for as long as the tiers' time limit, and others run. What would take longer to load than to compute is
+    computed; the engine measures how fast that goes. Such an engine is to be closed.
+
+    Raises `ConfigError` for a model with layers that are not supported, and for limits that contradict each other; and
+    what opening the tiers raises: `ModuleNotFoundError`, which names the extra, for a client that is not installed.
     """
 
     def __init__(
@@ -125,11 +132,19 @@ class Engine:
         _check_geometry(model, layers, config)
         # A window then needs room for a step's tokens, not for a whole prompt.
         config = replace(config, max_chunk_tokens=min(config.max_chunk_tokens or max_step_tokens, max_step_tokens))
+        config = named(model, config)
         self.memory = TorchMemory(config, device=layers.device)
         self.manager = KVCacheManager(config, memory=self.memory)
-        self.scheduler = Scheduler(self.manager, max_running=config.max_sequences, max_step_tokens=max_step_tokens)
-        self._runner = Runner(model, layers, self.manager, self.memory)
         self._clock = clock
+        self._loading = Loading(self.manager, clock) if config.stores and config.reuse else None
+        self._prefill_rate = PrefillRate()
+        self.scheduler = Scheduler(
+            self.manager,
+            max_running=config.max_sequences,
+            max_step_tokens=max_step_tokens,
+            is_ready=self._loading.is_ready if self._loading else lambda _: True,
+        )
+        self._runner = Runner(model, layers, self.manager, self.memory)
         self._generations: dict[Request, Generation] = {}
 
     @property
@@ -157,24 +172,44 @@ class Engine:
         self.scheduler.submit(request)
         generation = Generation(request, Sampler(sampling), self._clock())
         self._generations[request] = generation
+        if self._loading is not None:
+            self._loading.begin(self.scheduler.waiting)
         return generation
 
     def step(self) -> list[TokenEvent]:
         """Run one forward pass and return the tokens that it yielded; none when there is no work.
 
+        Where all requests wait for what is being loaded, so does this, until the first has it or its time is over, and
+        yields nothing yet.
+
         Raises `OutOfBlocks` when blocks that no request holds, such as pinned ones, keep the oldest request from going
         on.
         """
-        chunks = self.scheduler.plan()
+        chunks = self._plan()
         if not chunks:
             return []
+        began = self._clock() if self._loading is not None else 0.0
         computed = self._runner.compute(chunks)
         samplers = [self._generations[chunk.request]._sampler for chunk in chunks if chunk.is_last]
         tokens = choose_tokens(computed.logits, samplers)
         computed.store()
         grown = self.scheduler.complete(chunks, tokens)
         now = self._clock()
+        if self._loading is not None:
+            self.manager.prefill_tokens_per_s = self._prefill_rate.note(chunks, now - began)
+            if num_prefill_tokens(chunks) >= self.manager.config.block_size:
+                # Now, since stores refuse what comes all at once when a long prompt has ended; it waits for none.
+                self.manager.flush(0.0)
         return [self._record(request, now) for request in grown]
+
+    def _plan(self) -> list[Chunk]:
+        if self._loading is None:
+            return self.scheduler.plan()
+        self._loading.begin(self.scheduler.waiting)
+        chunks = self.scheduler.plan()
+        if not chunks and self.scheduler.has_work:
+            self._loading.wait()  # and no more: admissions may wait for a store, too, and have a step of their own
+        return chunks
 
     def stream(
         self,
@@ -213,6 +248,20 @@ class Engine:
         if self._generations.pop(generation._request, None) is not None:
             generation._finished_s = self._clock()
 
+    def close(self) -> None:
+        """Abort all requests, write what tiers still wait for, and close these; without such, it need not be called."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+        self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def _follow(self, generation: Generation) -> Iterator[TokenEvent]:
         index, request = 0, generation._request
         try:
@@ -250,7 +299,7 @@ class Engine:
 def _check_geometry(model: PreTrainedModel, layers: ModelLayers, config: CacheConfig) -> None:
     """Raise `ConfigError` unless `config` has the layers and positions of the model."""
     problems = []
-    if [_without_choices(spec) for spec in config.layers] != list(layers.specs):
+    if _without_choices(config.layers, layers.specs) != list(layers.specs):
         problems.append(f"layers are not those of {type(model).__name__}; use cache_config(model, ...)")
     if config.ring:
         problems.append("ring is True, but the engine serves windows whose blocks go back, not those written in place")
@@ -263,9 +312,17 @@ def _check_geometry(model: PreTrainedModel, layers: ModelLayers, config: CacheCo
         raise ConfigError(problems)
 
 
-def _without_choices(spec: LayerSpec) -> LayerSpec:
-    """Return the spec without what is the user's choice, not the model's."""
-    return replace(spec, checkpoint_tokens=None) if isinstance(spec, StateSpec) else spec
+def _without_choices(given: Sequence[LayerSpec], own: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return the specs that are given without what is the user's choice: distances of states, and quantised dtypes."""
+    specs: list[LayerSpec] = []
+    for index, spec in enumerate(given):
+        if isinstance(spec, StateSpec):
+            specs.append(replace(spec, checkpoint_tokens=None))
+        elif is_quantised(spec.dtype) and index < len(own) and isinstance(models := own[index], AttentionSpec):
+            specs.append(replace(spec, dtype=models.dtype, k_scale=1.0, v_scale=1.0))
+        else:
+            specs.append(spec)
+    return specs
 
 
 def _since(start_s: float, then_s: float | None) -> float | None:

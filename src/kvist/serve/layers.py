@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, get_layer_types_and_kwargs
 
-from kvist.config import AttentionSpec, LayerSpec, StateSpec
+from kvist.config import DTYPES, AttentionSpec, LayerSpec, StateSpec, is_quantised
 from kvist.errors import ConfigError
 
 __all__ = [
     "ModelLayers",
     "StatePart",
     "cache_argument",
+    "kept_as",
     "load_states",
     "model_layers",
     "run_tokens",
@@ -96,6 +97,19 @@ def model_layers(model: PreTrainedModel, *, checkpoint_tokens: int | None = None
         bool(getattr(config, "attn_temperature_tuning", False)),
         _device(model, layers),
     )
+
+
+def kept_as(specs: Sequence[LayerSpec], kv_dtype: str | None) -> tuple[LayerSpec, ...]:
+    """Return the specs of layers with K and V in another dtype: one of 8 or 4 bits, or, where None, the model's own.
+
+    Raises `ConfigError` for others.
+    """
+    if kv_dtype is None:
+        return tuple(specs)
+    if kv_dtype not in DTYPES or not is_quantised(kv_dtype):
+        allowed = ", ".join(filter(is_quantised, DTYPES))
+        raise ConfigError([f"kv_dtype is {kv_dtype!r}, must be one of {allowed}, or None for the model's own"])
+    return tuple(replace(spec, dtype=kv_dtype) if isinstance(spec, AttentionSpec) else spec for spec in specs)
 
 
 def cache_argument(model: torch.nn.Module) -> str:

@@ -8,8 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from logging import ERROR, getLogger
@@ -24,7 +25,8 @@ from transformers.utils.hub import hf_api
 from kvist.config import CacheConfig
 from kvist.errors import ConfigError, KvistError
 from kvist.serve.attention import layers_attending
-from kvist.serve.layers import ModelLayers, model_layers
+from kvist.serve.fingerprint import model_fingerprint
+from kvist.serve.layers import ModelLayers, kept_as, model_layers
 
 __all__ = [
     "ModelNotFound",
@@ -34,6 +36,7 @@ __all__ = [
     "load_model",
     "loading_quietly",
     "max_positions",
+    "named",
     "packaged_gguf",
     "prefix_problems",
     "supported_layers",
@@ -93,19 +96,32 @@ def is_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
 
 
-def cache_config(model: PreTrainedModel, *, checkpoint_tokens: int | None = None, **settings: Any) -> CacheConfig:
-    """Return the settings of a cache for `model`; `settings` go to `CacheConfig` (`num_blocks`, `block_size`, ...).
+def cache_config(
+    model: PreTrainedModel, /, *, checkpoint_tokens: int | None = None, kv_dtype: str | None = None, **settings: Any
+) -> CacheConfig:
+    """Return the settings of a cache for `model`; `settings` go to `CacheConfig` (`num_blocks`, `tiers`, ...).
 
-    `checkpoint_tokens` says how far apart states of recurrent layers are kept for reuse; see `StateSpec`. Sequences may
-    be as long as the model has positions, if no `max_sequence_length` is given. One token is run through the model to
-    see what it caches. Raises `ConfigError`, with all reasons, for a model that the engine does not support.
+    `checkpoint_tokens` says how far apart states of recurrent layers are kept for reuse; see `StateSpec`. `kv_dtype`
+    keeps K and V in 8 or 4 bits ("float8_e4m3fn", "int8", ...), which may change the text; scales are 1 unless the
+    specs are given others. Sequences may be as long as the model has positions, if no `max_sequence_length` is given.
+    With tiers that outlive the process, `model` is what `model_fingerprint` says, if none is given. One token is run
+    through the model to see what it caches. Raises `ConfigError`, with all reasons, for a model that the engine does
+    not support.
     """
-    specs = supported_layers(model, checkpoint_tokens=checkpoint_tokens).specs
+    specs = kept_as(supported_layers(model, checkpoint_tokens=checkpoint_tokens).specs, kv_dtype)
     if (positions := max_positions(model)) is not None:
         settings.setdefault("max_sequence_length", positions)
-    cache = CacheConfig(specs, **settings)
+    cache = named(model, CacheConfig(specs, **settings))
     cache.validate()
     return cache
+
+
+def named(model: PreTrainedModel, config: CacheConfig) -> CacheConfig:
+    """Return the settings with a name of the model, if it has tiers for which one is needed, and none."""
+    is_sequence = isinstance(config.tiers, Sequence)  # what else it may be, validation tells
+    if config.model or not is_sequence or not config.stores:
+        return config
+    return replace(config, model=model_fingerprint(model))
 
 
 def supported_layers(model: PreTrainedModel, *, checkpoint_tokens: int | None = None) -> ModelLayers:

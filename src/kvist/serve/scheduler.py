@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
@@ -92,11 +92,20 @@ class Scheduler:
     block is left for a running request, the latest arrival is preempted: its sequence is suspended, and waits in front
     of all others to be resumed and to compute again what was evicted meanwhile.
 
-    Order of arrival is never broken: every waiting request arrived after every running one. So the oldest request is
-    never preempted for another, each step takes it forward, and all requests end.
+    `is_ready` says of a waiting request whether what is being loaded for it has come or is given up; until then those
+    behind it pass. Such a request arrives, as far as the order is concerned, when it is admitted, and nobody passes one
+    that was preempted. So order of arrival is never broken: every request that was preempted arrived after every
+    running one. The oldest request is never preempted for another, each step takes it forward, and all requests end.
     """
 
-    def __init__(self, manager: KVCacheManager, *, max_running: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_running: int,
+        max_step_tokens: int,
+        is_ready: Callable[[Request], bool] = lambda _: True,
+    ) -> None:
         if not 1 <= max_running <= max_step_tokens:
             raise ConfigError(
                 [
@@ -107,6 +116,7 @@ class Scheduler:
         self._manager = manager
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
+        self._is_ready = is_ready
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -154,7 +164,8 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """Choose the next step's work, in order of arrival, admitting and preempting as blocks allow.
 
-        The blocks of the chunks are allocated when this returns. A step that failed can be planned again.
+        The blocks of the chunks are allocated when this returns. A step that failed can be planned again. Without
+        chunks, all requests there are wait for what is being loaded.
         Raises `OutOfBlocks` when the oldest request lacks blocks that no request of this scheduler holds, as by pins.
         """
         self._append_generated()
@@ -234,17 +245,26 @@ class Scheduler:
         return True
 
     def _admit_next(self) -> bool:
-        """Move the first waiting request to the running ones; False when none waits or it must go on waiting."""
-        if not self._waiting or len(self._running) == self._max_running:
+        """Move the first ready request to the running ones; False when there is none or it must go on waiting."""
+        if len(self._running) == self._max_running or (request := self._next_ready()) is None:
             return False
         try:
-            self._admit(self._waiting[0])
+            self._admit(request)
         except OutOfBlocks:
             if not self._running:
                 raise
             return False
-        self._running.append(self._waiting.popleft())
+        self._waiting.remove(request)
+        self._running.append(request)
         return True
+
+    def _next_ready(self) -> Request | None:
+        for request in self._waiting:
+            if self._is_ready(request):
+                return request
+            if request.num_preemptions:
+                return None
+        return None
 
     def _admit(self, request: Request) -> None:
         if request.sequence is not None:

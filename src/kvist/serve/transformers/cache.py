@@ -19,10 +19,13 @@ from kvist import KVCacheManager
 from kvist.config import CacheConfig
 from kvist.errors import ConfigError, NeverFits, OutOfBlocks, OutOfRows, SequenceError
 from kvist.memory import TorchMemory
+from kvist.serve.fingerprint import model_fingerprint
+from kvist.serve.layers import kept_as
+from kvist.serve.model import named
 from kvist.serve.transformers.batch import Batch, Part
 from kvist.serve.transformers.inputs import Inputs
 from kvist.serve.transformers.layers import AttentionLayer, StateLayer, paged_layers
-from kvist.serve.transformers.model import reusable_layers, weight_stamps
+from kvist.serve.transformers.model import max_length, reusable_layers, sizes, weight_stamps
 from kvist.serve.transformers.step import Step, plan_step
 
 __all__ = ["PagedCache"]
@@ -39,9 +42,10 @@ class PagedCache(Cache):
     `num_blocks`, for each group of layers or one number for all, or `memory` ("4 GiB") sets the size, 1 GiB if neither
     is given. `namespace` is what must be equal besides tokens, such as the adapter in use; it may be assigned between
     calls. `checkpoint_tokens` says after how many tokens each a recurrent model's states are kept; by default they are
-    after every block that ends while text is generated, and of a prompt after its last whole block. Other keywords
-    (`block_size`, `policy`, `max_sequences`, ...) go to `CacheConfig`. One token is run through the model to see what
-    it caches.
+    after every block that ends while text is generated, and of a prompt after its last whole block. `kv_dtype` keeps K
+    and V in 8 or 4 bits, which may change the text. Other keywords (`block_size`, `policy`, `tiers`, ...) go to
+    `CacheConfig`; with tiers that outlive the process, what they keep is found by `model`, by default what
+    `model_fingerprint` says, and the cache is to be closed. One token is run through the model to see what it caches.
 
     Raises `ConfigError` for a model whose prefixes can't be reused. A call that doesn't fit raises `OutOfBlocks` or
     `NeverFits`, and one that a prefix cache can't serve rightly (embeddings instead of ids, right padding, positions of
@@ -51,19 +55,22 @@ class PagedCache(Cache):
     def __init__(
         self,
         model: PreTrainedModel,
+        /,
         *,
         num_blocks: int | Sequence[int] | None = None,
         memory: int | str | None = None,
         namespace: tuple[Any, ...] = (),
         checkpoint_tokens: int | None = None,
+        kv_dtype: str | None = None,
         **settings: Any,
     ) -> None:
         layers = reusable_layers(model, checkpoint_tokens)
         if num_blocks is None and memory is None:
             memory = _DEFAULT_MEMORY
-        settings.setdefault("max_sequence_length", _max_positions(model))
+        settings.setdefault("max_sequence_length", max_length(model))
         settings.setdefault("typical_length", _TYPICAL_LENGTH)
-        config = CacheConfig(layers.specs, num_blocks=num_blocks, memory=memory, **settings)
+        specs = kept_as(layers.specs, kv_dtype)
+        config = named(model, CacheConfig(specs, num_blocks=num_blocks, memory=memory, **settings))
         self.memory = TorchMemory(config, device=layers.device)
         self.manager = KVCacheManager(config, memory=self.memory)
         if any(group.kind == "ring" for group in config.groups):
@@ -73,6 +80,7 @@ class PagedCache(Cache):
         has_windows = any(group.kind in ("sliding", "chunked") for group in config.groups)
         self._needs_chunks = has_windows and config.max_chunk_tokens is None
         self._weights = weight_stamps(model)
+        self._weights_name: tuple[str, ...] = ()
         self._namespaces: set[tuple[Any, ...]] = set()
         self._batch = Batch(self.manager)
         self._step: Step | None = None
@@ -126,10 +134,11 @@ class PagedCache(Cache):
         self._batch.free()
 
     def close(self) -> None:
-        """Reset, and take the hooks off the model; the cache can't be used after that."""
+        """Reset, take the hooks off the model, and close the tiers; the cache can't be used after that."""
         self.reset()
         for hook in self._hooks:
             hook.remove()
+        self.manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,20 +229,26 @@ class PagedCache(Cache):
         self._failed = True
         self._batch.free()
         self._forget_other_weights(model)
-        namespaces = [self._namespace] * len(padding)
+        namespace = (*self._namespace, *self._weights_name)
+        namespaces = [namespace] * len(padding)
         if self._depends_on_padding:
-            namespaces = [(*self._namespace, "padding", int(pad)) for pad in padding]
+            namespaces = [(*namespace, "padding", int(pad)) for pad in padding]
         with self._advice():
             self._batch.admit(inputs.token_ids, padding, namespaces, goal)
         self._namespaces |= set(namespaces)
 
     def _forget_other_weights(self, model: Any) -> None:
         stamps = weight_stamps(model)
-        if stamps != self._weights:
-            for namespace in self._namespaces:
-                self.manager.drop(namespace=namespace)
-            self._namespaces = set()
-            self._weights = stamps
+        if stamps == self._weights:
+            return
+        self._weights = stamps
+        if self.manager.config.stores:
+            # Others may share the stores, with the weights as they were: what is there stays, and is not found here.
+            self._weights_name = ("weights", model_fingerprint(model))
+            return
+        for namespace in self._namespaces:
+            self.manager.drop(namespace=namespace)
+        self._namespaces = set()
 
     def _extend(self, inputs: Inputs) -> None:
         inputs.check(self._batch.num_columns, self._batch.padding)
@@ -258,7 +273,7 @@ class PagedCache(Cache):
                 chunks = " A window holds a whole prompt while that is computed, unless you set max_chunk_tokens."
             advice = (
                 f"make the PagedCache with more {lacking}, or pass fewer or shorter rows: all rows of a call, beams, "
-                f"prompts and new tokens, share {_sizes(self.manager.config)}. "
+                f"prompts and new tokens, share {sizes(self.manager.config)}. "
                 f"The rows of this call were ended; what they had computed stays reusable.{chunks}"
             )
             error.args = (f"{error}; {advice}",)
@@ -373,17 +388,6 @@ def _hook(cache: PagedCache, act: Callable[..., Any]) -> Callable[..., Any]:
         return act(cache, model, args, kwargs, *output)
 
     return run
-
-
-def _sizes(config: CacheConfig) -> str:
-    """Say how many blocks there are: `8 blocks of 4 tokens`, or by group `100 full + 20 sliding blocks of 4 tokens`."""
-    kinds = [f" {group.kind}" for group in config.groups] if len(config.groups) > 1 else [""]
-    sizes = " + ".join(f"{num_blocks}{kind}" for num_blocks, kind in zip(config.group_num_blocks, kinds, strict=True))
-    return f"{sizes} blocks of {config.block_size} tokens"
-
-
-def _max_positions(model: PreTrainedModel) -> int:
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768)
 
 
 _DEFAULT_MEMORY = "1 GiB"

@@ -77,7 +77,7 @@ class AttentionLayer(CacheLayerMixin):
             keys, values = keys[step.write_rows], values[step.write_rows]
         memory.write(self._spec, keys, values, where.write_slots)
         self.is_updated = True
-        all_keys, all_values = memory.read(self._spec, where.read_slots)
+        all_keys, all_values = memory.read(self._spec, where.read_slots, dtype=keys.dtype)
         return _by_row(all_keys, step), _by_row(all_values, step)
 
     def get_seq_length(self) -> int:

@@ -7,11 +7,12 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
+from kvist.config import CacheConfig
 from kvist.errors import ConfigError
 from kvist.serve.layers import ModelLayers, model_layers
 from kvist.serve.model import prefix_problems
 
-__all__ = ["reusable_layers", "weight_stamps"]
+__all__ = ["max_length", "reusable_layers", "sizes", "weight_stamps"]
 
 
 def weight_stamps(model: torch.nn.Module) -> list[tuple[int, int]]:
@@ -39,3 +40,15 @@ def reusable_layers(model: PreTrainedModel, checkpoint_tokens: int | None) -> Mo
     if not any(index is not None for index in layers.attention):
         raise ConfigError([f"{type(model).__name__} has no attention, and a PagedCache counts tokens by its K and V"])
     return layers
+
+
+def sizes(config: CacheConfig) -> str:
+    """Say how many blocks there are: `8 blocks of 4 tokens`, or by group `100 full + 20 sliding blocks of 4 tokens`."""
+    kinds = [f" {group.kind}" for group in config.groups] if len(config.groups) > 1 else [""]
+    told = " + ".join(f"{num_blocks}{kind}" for num_blocks, kind in zip(config.group_num_blocks, kinds, strict=True))
+    return f"{told} blocks of {config.block_size} tokens"
+
+
+def max_length(model: PreTrainedModel) -> int:
+    """Return how long sequences may be: as many tokens as the model has positions, or 32768 where it sets no limit."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 32768)

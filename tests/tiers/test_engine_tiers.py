@@ -1,0 +1,157 @@
+"""An engine in the middle of its work while the server of its tier is stopped, killed, filled and restarted.
+
+No token is wrong, and every step returns while the server is still stopped or gone; afterwards hits come back.
+"""
+
+from functools import partial
+
+import pytest
+from tests.serve.test_tiers import PATIENT, pressed, run, work
+from tests.tiers.services import S3, Valkey, needs, running
+
+from kvist import DiskTier, HostTier, RemoteTier
+from kvist.tiers import stack
+from kvist.tiers.breaker import CircuitBreaker
+from kvist.tiers.guard import GuardedStore
+
+needs("redis")
+needs("obstore")
+
+pytestmark = pytest.mark.slow
+
+BUCKET = "bucket"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Breakers open at the second failure, and ask again soon."""
+
+    def guarded(store, timeout_s, **settings):
+        return GuardedStore(store, timeout_s, breaker=CircuitBreaker(num_failures=2, retry_s=0.1), **settings)
+
+    monkeypatch.setattr(stack, "GuardedStore", guarded)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+
+
+@pytest.fixture
+def valkey(tmp_path):
+    with running(Valkey(tmp_path)) as server:
+        yield server
+
+
+@pytest.fixture
+def s3():
+    with running(S3()) as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+class Midway:
+    """Does something in the middle of each run of an engine: as its `n`th step begins."""
+
+    def __init__(self, engine, monkeypatch):
+        self._step, self._acts, self._num_steps = engine.step, {}, 0
+        monkeypatch.setattr(engine, "step", self.step)
+
+    def at(self, acts):
+        """Do these in the next run, by number of the step."""
+        self._acts, self._num_steps = dict(acts), 0
+
+    def step(self):
+        self._num_steps += 1
+        self._acts.pop(self._num_steps, lambda: None)()
+        return self._step()
+
+    def assert_done(self):
+        assert not self._acts
+
+
+def num_hits(engine):
+    return sum(stats.num_hits for stats in engine.manager.store_stats().values())
+
+
+def hits_come_back(engine, kind):
+    """Run until the tier has brought something: outcomes, whatever the time they take."""
+    before = num_hits(engine)
+    for _ in range(200):
+        run(engine, kind)
+        if num_hits(engine) > before:
+            return True
+        engine.manager.flush(PATIENT)
+    return False
+
+
+def restart(server, bucket=None):
+    server.start()
+    if bucket is not None:
+        server.make_bucket(bucket)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_restarted(kind, valkey, monkeypatch):
+    with pressed(kind, [HostTier(num_blocks=20), RemoteTier(valkey.url, timeout_s=0.2)]) as engine:
+        midway = Midway(engine, monkeypatch)
+        assert hits_come_back(engine, kind)
+        midway.at({7: valkey.pause})
+        run(engine, kind)  # which ends while the server is stopped
+        run(engine, kind)
+        midway.at({7: valkey.resume, 15: valkey.kill})
+        run(engine, kind)
+        run(engine, kind)  # while there is none
+        midway.at({7: partial(restart, valkey)})
+        run(engine, kind)
+        assert hits_come_back(engine, kind)
+        with valkey.client() as client:
+            midway.at({7: partial(client.config_set, "maxmemory", 1), 15: client.flushall})
+            run(engine, kind)
+            run(engine, kind)  # while it takes nothing
+            client.config_set("maxmemory", 0)
+        assert hits_come_back(engine, kind)
+        midway.assert_done()
+        stats = engine.manager.store_stats()["valkey"]
+    assert stats.num_timeouts > 0
+    assert stats.num_errors > 0
+    assert stats.num_refused > 0
+    assert stats.num_corrupt == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(kind, s3, monkeypatch):
+    with pressed(kind, [RemoteTier(s3.url(BUCKET), timeout_s=1.0)]) as engine:
+        midway = Midway(engine, monkeypatch)
+        assert hits_come_back(engine, kind)
+        midway.at({7: s3.pause})
+        run(engine, kind)  # which ends while the server is stopped
+        midway.at({7: s3.resume, 15: s3.kill})
+        run(engine, kind)
+        run(engine, kind)  # while there is none
+        midway.at({7: partial(restart, s3, BUCKET)})
+        run(engine, kind)
+        assert hits_come_back(engine, kind)
+        midway.assert_done()
+        stats = engine.manager.store_stats()["s3"]
+    assert stats.num_timeouts + stats.num_errors > 0
+    assert stats.num_corrupt == 0
+
+
+def test_two_engines_share_a_server_and_one_of_them_keeps_what_it_got_on_disk(valkey, tmp_path):
+    remote = RemoteTier(valkey.url, timeout_s=PATIENT)
+    with pressed("llama", [remote]) as engine:
+        assert run(engine, "llama")[0].stats.num_cached_tokens == 0
+        assert engine.manager.flush(PATIENT)
+    disk = DiskTier(tmp_path / "blocks", "8 MiB", timeout_s=PATIENT)
+    with pressed("llama", [disk, remote]) as engine:
+        assert run(engine, "llama")[0].stats.num_cached_tokens > 0
+        assert engine.manager.flush(PATIENT)
+    valkey.kill()
+    with pressed("llama", [disk]) as engine:
+        assert run(engine, "llama")[0].stats.num_cached_tokens > 0
+
+
+def test_a_server_that_is_not_there_changes_nothing_but_hits(valkey):
+    valkey.kill()
+    with pressed("llama", [RemoteTier(valkey.url, timeout_s=PATIENT)]) as engine:
+        run(engine, "llama")
+        assert num_hits(engine) == 0
+    assert len(work("llama")[0]) == 12
