@@ -476,7 +476,9 @@ def test_a_target_says_whether_it_holds(target, value, reference, holds, ratio):
     assert ("yes" if holds else "NO") in table([row.as_json()]).splitlines()[-1]
 
 
-@pytest.mark.parametrize("benchmark", ["match", "admit", "decode", "scale", "groups", "policies", "import"])
+@pytest.mark.parametrize(
+    "benchmark", ["match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "import"]
+)
 def test_every_benchmark_reports_its_rows_as_json(benchmark, tmp_path):
     trace = tmp_path / "small.jsonl"
     trace.write_text("".join(json.dumps({"hash_ids": request}) + "\n" for request in synthetic_trace(40)))

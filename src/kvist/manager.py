@@ -238,8 +238,10 @@ class KVCacheManager(CacheCore):
         """
         self.events.close()
         if self._link is not None:
-            self.flush(0.0)
-            self._link.stack.close()
+            try:
+                self.flush(0.0)
+            finally:
+                self._link.stack.close()
 
     def __enter__(self) -> Self:
         return self

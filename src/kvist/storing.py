@@ -45,7 +45,8 @@ class StoreLink:
 
     `prefill_tokens_per_s` is how fast the engine computes a prompt: what would take longer to load is computed. None
     loads everything that is found. `num_stored_tokens` counts the tokens of prompts that came from stores, and
-    `num_declined_tokens` those that were there and were faster to compute.
+    `num_declined_tokens` those that were there and were faster to compute. `num_unread_blocks` were to be stored, and
+    the memory could not read them.
     """
 
     def __init__(self, config: CacheConfig, memory: ByteMemory) -> None:
@@ -55,13 +56,18 @@ class StoreLink:
         format = StoreFormat(config.model, config.block_size, block_bytes, layers)
         self.stack: StoreStack = open_stack(config.stores, format)
         self.prefill_tokens_per_s: float | None = None
-        self.num_stored_tokens = self.num_declined_tokens = 0
+        self.num_stored_tokens = self.num_declined_tokens = self.num_unread_blocks = 0
 
     def keep(self, order: KeptBlocks) -> None:
-        """Hand blocks to the stores that want such."""
-        if self.stack.wants(order.cause, order.priority, order.hits):
+        """Hand blocks to the stores that want such; those that the memory cannot read are not stored."""
+        if not self.stack.wants(order.cause, order.priority, order.hits):
+            return
+        try:
             rows = np.asarray(self._memory.read_blocks(order.group, order.sources, order.source_tier))
-            self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
+        except Exception:
+            self.num_unread_blocks += len(order.keys)
+            return
+        self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
 
     def find(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None

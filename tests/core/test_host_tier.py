@@ -1039,7 +1039,6 @@ def test_managers_given_the_same_calls_agree_in_all_tiers():
     assert digest() == digest()
 
 
-@pytest.mark.xfail(strict=True, reason="the digest does not say which tier content and free blocks are of")
 def test_contents_of_host_memory_are_part_of_the_digest():
     def digest(num_evicted):
         manager = tiered(num_blocks=4)

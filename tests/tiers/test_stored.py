@@ -252,7 +252,6 @@ def test_a_suspended_sequence_goes_on_from_a_store(tier):
         machine.manager.check()
 
 
-@pytest.mark.xfail(strict=True, reason="resume asks no store where host memory has some of it")
 def test_a_suspended_sequence_goes_on_from_host_memory_and_a_store():
     with Machine(configured(HostTier(num_blocks=2), shared(), num_blocks=6)) as machine:
         sequence = machine.compute(range(12))
@@ -689,7 +688,7 @@ def test_what_could_not_be_filled_is_gone_with_what_host_memory_split_off_it():
 
 @pytest.mark.parametrize(
     "partial_reuse",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="add_sequence goes on with a stale match"))],
+    [False, True],
 )
 def test_a_prompt_whose_filling_failed_goes_on_from_what_is_still_there(partial_reuse):
     """Room for what could not be filled was made by evicting what the prompt matched in part."""
@@ -704,7 +703,6 @@ def test_a_prompt_whose_filling_failed_goes_on_from_what_is_still_there(partial_
         assert machine.leave([*range(16), 9], publish=False) == 16
 
 
-@pytest.mark.xfail(strict=True, reason="add_sequence goes on with a stale match")
 def test_a_prompt_whose_filling_failed_is_not_published_below_a_root_that_is_gone():
     """Room for what could not be filled was made by evicting all that there was of its namespace."""
     config = configured(num_blocks=4)
@@ -717,7 +715,6 @@ def test_a_prompt_whose_filling_failed_is_not_published_below_a_root_that_is_gon
         assert machine.manager.match_prefix(range(9)).num_tokens == 8
 
 
-@pytest.mark.xfail(strict=True, reason="add_sequence holds on to what it has brought up when a copy fails after that")
 def test_a_copy_that_fails_while_a_store_is_to_be_read_leaves_nothing_held():
     config = configured(HostTier(num_blocks=8), shared(), num_blocks=6)
     with Machine(config, memory=BadMemory(config)) as machine:
@@ -734,12 +731,11 @@ def test_a_copy_that_fails_while_a_store_is_to_be_read_leaves_nothing_held():
         machine.leave([*range(10), 9])
 
 
-@pytest.mark.xfail(strict=True, reason="close leaves the stores open when copies fail")
 def test_closing_closes_the_stores_even_if_the_memory_fails():
-    config = configured(shared(write="back"), num_blocks=4)
+    config = configured(HostTier(num_blocks=4), shared(write="back"), num_blocks=4)
     machine = Machine(config, memory=BadMemory(config))
     machine.leave(range(8))
-    machine.memory.cannot = ("read",)
+    machine.memory.cannot = ("perform",)
     with pytest.raises(TransferError):
         machine.manager.evict(4)
     with pytest.raises(TransferError):
@@ -747,7 +743,6 @@ def test_closing_closes_the_stores_even_if_the_memory_fails():
     assert machine.manager._link.stack._is_closed
 
 
-@pytest.mark.xfail(strict=True, reason="what is added to an extent that is there already is not handed to the stores")
 def test_the_state_in_which_a_sequence_ends_is_stored():
     """Its block was published before, without the state, which is kept when the sequence ends."""
     config = configured(layers=[AttentionSpec(1, 1), StateSpec([(1,)], checkpoint_tokens=4)], num_blocks=[12, 12])
@@ -764,19 +759,19 @@ def test_the_state_in_which_a_sequence_ends_is_stored():
         assert second.leave(range(11), publish=False) == 10
 
 
-def test_blocks_that_cannot_be_read_for_a_store_fail_the_call_and_lose_no_block():
+def test_blocks_that_cannot_be_read_for_a_store_are_not_stored_and_nothing_else():
     config = configured()
     with Machine(config, memory=BadMemory(config)) as machine:
         machine.memory.cannot = ("read",)
         sequence = machine.manager.add_sequence(range(8))
         machine.memory.write(sequence)
         machine.manager.commit([sequence])
-        with pytest.raises(TransferError):
-            machine.manager.flush()
         machine.manager.check()
         machine.memory.cannot = ()
+        assert machine.leave(range(20, 24)) == 0
         assert machine.manager.flush(PATIENT)
-        assert the_store().stats().num_entries == 4
+        assert the_store().stats().num_entries == 2
+        assert machine.leave(range(9)) == 8
 
 
 def test_a_manager_without_bytes_cannot_have_stores():
@@ -867,7 +862,7 @@ def test_bytes_come_back_as_they_were_through_all_tiers_and_a_restart(dtype, kin
     one.manager.close()
     other = Bytes(config, one.written)
     assert other.leave([*range(20, 32), 7, 7]) == 12
-    assert other.leave([*range(8), 9, 9, 7, 7]) == (8 if kind == "full and state" else 10)
+    assert other.leave([*range(8), 9, 9, 7, 7]) == 10
     other.manager.close()
 
 

@@ -59,7 +59,10 @@ class Chain:
             ids, marks = self.identities.tokens(packed[:end]), self._marks(packed[:end])
         content, digests = ids.astype("<i4").tobytes(), []
         for at in range(0, end, size):
-            digest = sha256(digest + content[at : at + size] + marks.get(at // size, b"")).digest()
+            content_of_block = content[at : at + size]
+            if marks:
+                content_of_block += marks.get(at // size, b"")
+            digest = sha256(digest + content_of_block).digest()
             digests.append(digest)
         return digests
 

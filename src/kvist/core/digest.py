@@ -29,6 +29,7 @@ def state_digest(state: CacheState) -> str:
         for extent in state.tree.roots[namespace].subtree_in_order():
             _add_extent(sha, state, extent)
     for extent in state.lower_extents():
+        sha.update(b"host")
         _add_extent(sha, state, extent)
     rows = state.rows
     for sequence in rows.running():
@@ -42,6 +43,7 @@ def state_digest(state: CacheState) -> str:
         sha.update(repr((sequence.namespace, sequence._suspended)).encode())
     sha.update(repr(sorted(((pin.namespace, pin.num_tokens) for pin in state.pins), key=repr)).encode())
     for pool in [*state.pools, *(state.lower.pools if state.lower else ())]:
+        sha.update(repr((pool.num_blocks, pool.num_free)).encode())
         sha.update(pool.free_blocks().astype("<i4").tobytes())
     return sha.hexdigest()
 

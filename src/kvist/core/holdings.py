@@ -423,11 +423,11 @@ def merge(state: CacheState, sequence: Sequence, start: int, existing: int, own:
         low, high = max(node.start, start), min(node.start + node.blocks.shape[1], end)
         if low < high:
             theirs = node.blocks[:, low - node.start : high - node.start]
-            was_hole = theirs < 0 if state.recorder is not None else None
+            was_hole = theirs < 0 if state.tree.has_listeners else None
             _merge_columns(state, sequence, theirs, left[:, low - start : high - start], low, held=held)
-            if state.recorder is not None and was_hole is not None:
+            if was_hole is not None:
                 for index, filled in enumerate(was_hole & (theirs >= 0)):
-                    state.recorder.stored_in(node, index, low - node.start + np.flatnonzero(filled), "device")
+                    state.note_filled(node, index, low - node.start + np.flatnonzero(filled))
         node = node.parent
     if state.has_full:
         state.group_pools[0].give(left[0])

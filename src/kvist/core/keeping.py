@@ -44,13 +44,13 @@ class Keeper:
     def __init__(self, chain: Chain, order: Callable[[KeptBlocks], None], *, on_commit: bool, on_evict: bool) -> None:
         self.chain = chain
         self._order = order
-        self._on_commit = on_commit
+        self.on_commit = on_commit
         self._on_evict = on_evict
 
     def committed(self, extent: Extent, first: int, end: int) -> None:
         """Order blocks first .. end-1 of the prefix that ends with an extent of the device, just published."""
         self.chain.forget(extent, first)
-        if not self._on_commit or end <= first:
+        if not self.on_commit or end <= first:
             return
         parts, node = [], extent
         while node.start + node.num_blocks > first:
@@ -59,6 +59,16 @@ class Keeper:
             node = node.parent
         blocks = np.concatenate(parts[::-1], axis=1)
         self._keep(extent, first, blocks, "device", COMMITTED)
+
+    def filled(self, extent: Extent, group: int, columns: NDArray[np.intp]) -> None:
+        """Order blocks of one group in columns of an extent of the device, where it had none before."""
+        columns = columns[columns < len(extent.tokens) // self.chain.block_bytes]
+        if not self.on_commit or not len(columns) or extent.key is None:
+            return
+        first, end = int(columns[0]), int(columns[-1]) + 1
+        blocks = np.full((len(extent.blocks), end - first), -1, np.int32)
+        blocks[group, columns - first] = extent.blocks[group, columns]
+        self._keep(extent, extent.start + first, blocks, "device", COMMITTED)
 
     def evicted(self, extent: Extent, keep: int, tier: str) -> None:
         """Order the whole blocks of an extent but the first `keep`, which is about to lose them."""

@@ -54,7 +54,7 @@ from kvist.core.sequences import Sequence, Sequences
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
-from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
+from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, TransferError
 
 __all__ = ["CacheCore"]
 
@@ -132,33 +132,51 @@ class CacheCore:
             prompt = state.identify(prompt, media, extra_ids)
         # What follows an encoder depends on what that has seen, which is not part of any identity here.
         match = admission.match_prompt(state, prompt, namespace) if reuse and not num_encoder_tokens else None
-        held = None
-        if match is not None and state.lower is not None:
-            match, held = admission.bring_up(state, prompt, namespace, match, num_beams)
-        restored = None
-        if state.keeper is not None and reuse and not num_encoder_tokens:
-            restored = self._restore(prompt, namespace, len(prompt) - TOKEN_BYTES, match, num_beams)
-            if restored is not None:
-                match = admission.match_prompt(state, prompt, namespace)
-        sequence = admission.admit(
-            state,
-            prompt,
-            namespace,
-            match,
-            publishes=bool(publish) and state.reuses and not num_encoder_tokens,
-            retention=retention,
-            num_beams=num_beams,
-            num_encoder_tokens=num_encoder_tokens,
-            reuses=bool(reuse) and not num_encoder_tokens,
-        )
-        if held is not None:
-            state.tree.release(held)
-        if restored is not None:
-            state.tree.release(restored)
+        held: list[Extent] = []
+        try:
+            if state.tree.has_tiers and reuse and not num_encoder_tokens:
+                match = self._bring_up(prompt, namespace, len(prompt) - TOKEN_BYTES, match, num_beams, held)
+            sequence = admission.admit(
+                state,
+                prompt,
+                namespace,
+                match,
+                publishes=bool(publish) and state.reuses and not num_encoder_tokens,
+                retention=retention,
+                num_beams=num_beams,
+                num_encoder_tokens=num_encoder_tokens,
+                reuses=bool(reuse) and not num_encoder_tokens,
+            )
+        finally:
+            for extent in held:
+                state.tree.release(extent)
         if state.moves:
             self._perform_moves([sequence])
         admission.count_prompt(state, sequence, num_beams)
         return sequence
+
+    def _bring_up(
+        self,
+        prompt: bytes | memoryview,
+        namespace: Namespace,
+        limit: int,
+        match: Match | None,
+        num_beams: int,
+        held: list[Extent],
+    ) -> Match | None:
+        """Bring to the device what slower tiers have of a prompt, up to `limit` bytes; returns the match then.
+
+        What keeps it there is added to `held`, also where this raises, and is for the caller to release.
+        """
+        state = self._state
+        if match is not None and state.lower is not None:
+            match, raised = admission.bring_up(state, prompt, namespace, match, num_beams, limit)
+            held += [] if raised is None else [raised]
+        if state.keeper is not None:
+            restored = self._restore(prompt, namespace, limit, match, num_beams)
+            held += [] if restored is None else [restored]
+            match = admission.match_prompt(state, prompt, namespace, limit)
+        return match
 
     def _restore(
         self, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None, num_beams: int
@@ -209,6 +227,8 @@ class CacheCore:
             growth.commit_one(self._state, sequences[0])
         else:
             growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
+        if self._state.keeper is not None and self._state.keeper.on_commit:
+            self._state.publish_committed()  # now, so that stores get it bit by bit
         if self._state.moves:
             self._perform_moves()
 
@@ -305,28 +325,25 @@ class CacheCore:
         suspended.
         """
         resuming.check_suspended(self._state, sequence, "resume")
-        restored = self._restore_suspended(sequence) if self._state.keeper is not None and sequence.reuses else None
+        held: list[Extent] = []
         try:
+            if self._state.keeper is not None and sequence.reuses:
+                self._restore_suspended(sequence, held)
             num_lost = resuming.resume(self._state, sequence)
         finally:
-            if restored is not None:
-                self._state.tree.release(restored)
+            for extent in held:
+                self._state.tree.release(extent)
         self._perform_moves()
         return num_lost
 
-    def _restore_suspended(self, sequence: Sequence) -> Extent | None:
-        """Bring to the device what stores have of a suspended sequence."""
+    def _restore_suspended(self, sequence: Sequence, held: list[Extent]) -> None:
+        """Bring to the device what slower tiers have of a suspended sequence, and add what keeps it there to `held`."""
         suspended = sequence._suspended
         assert suspended is not None
         limit = suspended.num_computed * TOKEN_BYTES
-        if not limit or suspended.num_encoder_tokens:
-            return None
-        match = admission.match_prompt(self._state, suspended.tokens, sequence.namespace, limit)
-        if match is not None and self._state.lower is not None:
-            find = promotion.find_lower(self._state, suspended.tokens, sequence.namespace, limit, match)
-            if find is not None:  # it is brought up with the rest
-                return None
-        return self._restore(suspended.tokens, sequence.namespace, limit, match, 1)
+        if limit and not suspended.num_encoder_tokens:
+            match = admission.match_prompt(self._state, suspended.tokens, sequence.namespace, limit)
+            self._bring_up(suspended.tokens, sequence.namespace, limit, match, 1, held)
 
     def cheapest_victims(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Sort running sequences by what their preemption costs, cheapest first.
@@ -419,13 +436,18 @@ class CacheCore:
         """Hold the whole blocks of a match without a sequence, until `release`; works as a context manager, too.
 
         With `lifetime_s`, no longer than that many seconds. Raises StaleMatch if they have been evicted since,
-        OutOfBlocks if all pins together would hold more than the `pin_budget` of a pool.
+        OutOfBlocks if all pins together would hold more than the `pin_budget` of a pool, or if what is in host memory
+        does not fit on the device, TransferError if it cannot be copied there.
         """
         if not isinstance(match, PrefixMatch):
             raise ArgumentTypeError(f"pin: expected a PrefixMatch, got {type(match).__name__}")
         check_lifetime(lifetime_s)
         pin = pinning.pin(self._state, match, self._release_pin, lifetime_s)
-        self._perform_moves()
+        try:
+            self._perform_moves()
+        except TransferError:
+            self._state.end_pin(pin)
+            raise
         return pin
 
     def _release_pin(self, pin: Pin) -> None:

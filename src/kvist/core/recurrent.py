@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.core.lower import DEVICE
 from kvist.core.moves import Move
 from kvist.core.sequences import Sequence
 from kvist.core.spanned import SpannedGroup
@@ -122,8 +121,7 @@ def keep_last_state(state: CacheState, sequence: Sequence) -> None:
             return
         last[-1] = working
         group.num_evictable += 1
-        if state.recorder is not None:
-            state.recorder.stored_in(extent, group.index, np.array([len(last) - 1]), DEVICE)
+        state.note_filled(extent, group.index, np.array([len(last) - 1]))
     rows.ends_of[group.index][row] = 0
     rows.block_table[group.index, row, 0] = 0
 

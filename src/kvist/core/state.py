@@ -15,7 +15,7 @@ from kvist.core.extents import Blocks, Extent, Match, Twins
 from kvist.core.groups import spans_of
 from kvist.core.identity import IdentityTable, Media
 from kvist.core.keeping import Keeper, Order
-from kvist.core.lower import LowerTier
+from kvist.core.lower import DEVICE, LowerTier
 from kvist.core.matching import Pin
 from kvist.core.moves import Move
 from kvist.core.policies import queue_of
@@ -127,7 +127,8 @@ class CacheState:
 
     def _note_listeners(self) -> None:
         tree = self.tree
-        tree.has_listeners = any(each is not None for each in (tree.lower, tree.keeper, tree.recorder))
+        tree.has_tiers = tree.lower is not None or tree.keeper is not None
+        tree.has_listeners = tree.has_tiers or tree.recorder is not None
 
     def _keeper(self) -> Keeper | None:
         stores = self.config.stores
@@ -493,6 +494,13 @@ class CacheState:
     def order(self, order: Order) -> None:
         """Order copies of whole blocks, between tiers or to stores."""
         self.moves.append(order)
+
+    def note_filled(self, extent: Extent, group: int, columns: NDArray[np.intp]) -> None:
+        """Tell who listens that an extent of the device has blocks of a group in columns where it had none."""
+        if self.recorder is not None:
+            self.recorder.stored_in(extent, group, columns, DEVICE)
+        if self.keeper is not None:
+            self.keeper.filled(extent, group, columns)
 
     def _keep_sources(self, source_blocks: Blocks, column: int, row: int) -> None:
         """Let groups that draw from one pool exchange new blocks, so that each gets its own source if that is one.

@@ -65,7 +65,7 @@ class PrefixTree:
         self.lower: LowerTier | None = None
         self.keeper: Keeper | None = None
         self.recorder: Recorder | None = None
-        self.has_listeners = False
+        self.has_tiers = self.has_listeners = False
         self._no_blocks = np.empty((num_groups, 0), np.int32)
         self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
         self._all_spare = sum(group.bit for group in spanned)

@@ -7,7 +7,7 @@ from hypothesis.stateful import precondition, rule
 
 from kvist.core.extents import Namespace
 from kvist.core.matching import Pin, PrefixMatch
-from kvist.errors import KvistError, OutOfBlocks, SequenceError, StaleMatch
+from kvist.errors import KvistError, OutOfBlocks, SequenceError, StaleMatch, TransferError
 from kvist.testing.configs import Draft, drafts, numbers, rare
 from kvist.testing.prompts import Prompt
 from kvist.testing.refusals import REFUSALS
@@ -53,6 +53,8 @@ class PrefixRules(Stage):
             self.pins.append(pinned)
             self.require_budget()
             self.wait(0)
+        elif isinstance(pinned, TransferError):
+            require(self.memory.has_failed, f"{match} could not be pinned, though the memory works: {pinned!r}")
         elif isinstance(pinned, OutOfBlocks):
             may_lack = self.config.pin_budget < 1 or bool(self.config.tiers)
             require(may_lack, f"{match} could not be pinned, though there is no budget: {pinned!r}")

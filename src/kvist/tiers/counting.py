@@ -22,6 +22,7 @@ class Counts:
     def __init__(self) -> None:
         self._lock = Lock()
         self._numbers: Counter[str] = Counter()
+        self._seconds = 0.0
 
     def add(self, **numbers: int) -> None:
         """Add to the counters that are named."""
@@ -33,7 +34,13 @@ class Counts:
         num_hits = sum(found)
         self.add(num_hits=num_hits, num_misses=len(found) - num_hits)
 
+    def add_call(self, seconds: float) -> None:
+        """Count a call that took so long."""
+        with self._lock:
+            self._numbers["num_calls"] += 1
+            self._seconds += seconds
+
     def stats(self, *, num_entries: int = 0, num_bytes: int = 0, capacity_bytes: int | None = None) -> StoreStats:
         """Return the counters beside what is held."""
         with self._lock:
-            return StoreStats(num_entries, num_bytes, capacity_bytes, **self._numbers)
+            return StoreStats(num_entries, num_bytes, capacity_bytes, seconds=self._seconds, **self._numbers)

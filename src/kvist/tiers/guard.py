@@ -154,6 +154,8 @@ class GuardedStore:
             num_refused=held.num_refused + own.num_refused + self._queue.num_refused,
             num_errors=own.num_errors,
             num_timeouts=own.num_timeouts,
+            num_calls=own.num_calls,
+            seconds=own.seconds,
         )
 
     def close(self) -> None:
@@ -233,6 +235,7 @@ class GuardedStore:
         if not self.breaker.admits():
             or_else()
             return None
+        began = self._clock()
         try:
             answer = self._workers.call(act, self.timeout_s)
         except ArgumentError:
@@ -248,6 +251,8 @@ class GuardedStore:
         else:
             self.breaker.note_success()
             return answer
+        finally:
+            self._counts.add_call(self._clock() - began)
         return None
 
     def _fail(self, told: str, error: Exception) -> None:

@@ -49,7 +49,8 @@ class StoreFormat:
 class StoreStats:
     """What a store holds and has done since it was opened. Bytes are those of contents, without overhead.
 
-    What is held is 0 where a shared store cannot know it.
+    What is held is 0 where a shared store cannot know it. `num_calls` of a guarded store have ended or were given up,
+    after `seconds` together, as its callers saw it.
     """
 
     num_entries: int = 0
@@ -63,6 +64,8 @@ class StoreStats:
     num_corrupt: int = 0
     num_errors: int = 0
     num_timeouts: int = 0
+    num_calls: int = 0
+    seconds: float = 0.0
 
 
 @runtime_checkable

@@ -1,0 +1,177 @@
+"""Kvist's own form of events: a JSON object a line, which has all that records have.
+
+Bytes are `{"bytes": hex}` where text could stand as well, and names of blocks are ints or hex digits. A field that has
+nothing to say is left out; one that is not known here goes through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from kvist.errors import WireError
+from kvist.wire.records import (
+    AllCleared,
+    BlockMedia,
+    CreatedPools,
+    Hash,
+    MovedBlocks,
+    Record,
+    RemovedBlocks,
+    StoredBlocks,
+    Unknown,
+    UpdatedBlocks,
+    check,
+    unsigned,
+)
+
+__all__ = ["decode", "encode"]
+
+KINDS: dict[str, type[Record]] = {
+    "stored": StoredBlocks,
+    "moved": MovedBlocks,
+    "removed": RemovedBlocks,
+    "updated": UpdatedBlocks,
+    "cleared": AllCleared,
+    "created": CreatedPools,
+    "unknown": Unknown,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+_DEFAULTS = {
+    kind: {each.name: None if each.default is MISSING else each.default for each in fields(kind)}
+    for kind in KINDS.values()
+}
+_OPTIONAL_INTS = (
+    "rank",
+    "id",
+    "epoch",
+    "block_size",
+    "group",
+    "start",
+    "window",
+    "lora_id",
+    "old_priority",
+    "priority",
+)
+_TEXTS = ("worker", "tier", "source_tier", "kind", "lora_name", "locality", "hash_name", "reason", "protocol")
+
+
+def encode(records: Iterable[Record]) -> str:
+    """Return a line for each record, each with its end."""
+    return "".join(json.dumps(_object(each), separators=(",", ":"), allow_nan=False) + "\n" for each in records)
+
+
+def decode(lines: str | bytes | Iterable[str | bytes], *, worker: str = "") -> list[Record]:
+    """Return the records of lines, empty ones left out; raises WireError for what is none.
+
+    `worker` stands for that of lines that name none.
+    """
+    if isinstance(lines, (str, bytes)):
+        lines = lines.splitlines()
+    return [_record(line, worker) for line in lines if line.strip()]
+
+
+def _object(record: Record) -> dict[str, Any]:
+    if isinstance(record, Unknown) and record.protocol == "kvist":
+        return dict(record.raw)
+    found: dict[str, Any] = {"event": _NAMES[type(record)]}
+    for name, default in _DEFAULTS[type(record)].items():
+        value = getattr(record, name)
+        if name == "hashes":
+            found[name] = list(map(_name, value))
+        elif name == "parent" and value is not None:
+            found[name] = _name(value)
+        elif name == "media" and value:
+            found[name] = [[_media(each) for each in row] for row in value]
+        elif name == "own" and value:
+            found |= {key: _plain(each) for key, each in value.get("kvist", {}).items()}
+            own = {key: _plain(each) for key, each in value.items() if key != "kvist"}
+            found |= {"own": own} if own else {}
+        elif name not in ("hashes", "own") and value != default:
+            found[name] = _plain(value)
+    return found
+
+
+def _name(value: Hash) -> int | str:
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _media(media: BlockMedia) -> dict[str, Any]:
+    found = {"key": _plain(media.key), "offset": media.offset, "length": media.length, "uuid": media.uuid}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and value.keys() - {"bytes", "map"}:
+            return {key: _plain(each) for key, each in value.items()}
+        return {"map": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    return value
+
+
+def _restored(value: Any) -> Any:
+    """Return what a JSON value stands for; arrays are tuples."""
+    if isinstance(value, list):
+        return tuple(_restored(each) for each in value)
+    if isinstance(value, dict):
+        if value.keys() == {"bytes"}:
+            return _bytes(value["bytes"], "bytes")
+        if value.keys() == {"map"}:
+            return {_restored(key): _restored(each) for key, each in check(value["map"], "map", list)}
+        return {key: _restored(each) for key, each in value.items()}
+    return value
+
+
+def _record(line: str | bytes, worker: str) -> Record:
+    try:
+        read = json.loads(line)
+    except ValueError as error:
+        raise WireError(f"line: expected a JSON object, got {line[:40]!r}: {error}") from error
+    values = check(read, "line", dict)
+    name = check(values.get("event"), "event", str)
+    kind = KINDS.get(name)
+    if kind is None:
+        return Unknown(worker=worker, protocol="kvist", raw=values)
+    told = {key: _value(key, each) for key, each in values.items() if key in _DEFAULTS[kind]}
+    others = {key: _restored(each) for key, each in values.items() if key not in _DEFAULTS[kind] and key != "event"}
+    if others:
+        told["own"] = {**(told.get("own") or {}), "kvist": others}
+    told.setdefault("worker", worker)
+    for needed in ("hashes", "num_blocks", "protocol", "raw"):
+        if needed in _DEFAULTS[kind] and needed not in told:
+            raise WireError(f"{name}: expected a field {needed}, got {', '.join(values)}")
+    return kind(**told)
+
+
+def _value(field: str, value: Any) -> Any:
+    """Return the value of a field, checked."""
+    if field in ("hashes", "parent"):
+        names = check(value, field, list) if field == "hashes" else [value]
+        found = unsigned([_bytes(each, field) if isinstance(each, str) else each for each in names], field)
+        return found if field == "hashes" else found[0]
+    if field == "media":
+        rows = [[check(each, field, dict) for each in check(row, field, list)] for row in check(value, field, list)]
+        return tuple(
+            tuple(BlockMedia(**{key: _restored(each) for key, each in item.items()}) for item in row) for row in rows
+        )
+    if field in _OPTIONAL_INTS:
+        return check(value, field, (int, type(None)))
+    if field in _TEXTS:
+        return check(value, field, (str, type(None)))
+    if field in ("tokens", "priorities", "extra_ids", "num_blocks", "extra_keys"):
+        return _restored(check(value, field, list))
+    return _restored(value)
+
+
+def _bytes(text: Any, field: str) -> bytes:
+    try:
+        return bytes.fromhex(check(text, field, str))
+    except ValueError as error:
+        raise WireError(f"{field}: expected hex digits, got {text!r:.60}") from error
