@@ -70,8 +70,9 @@ LAYERS = {
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
+    "cli_events": Layer({"wire", "journal", *VALUES}, {"typer", "zmq"}),
     "cli": Layer(
-        {"", "cli", "planning", "serve", "manager", "memory", "core", *VALUES},
+        {"", "cli", "cli_events", "planning", "serve", "manager", "memory", "core", *VALUES},
         {"numpy", "transformers", "typer", "rich"},
     ),
 }

@@ -1,4 +1,4 @@
-"""The command line: `kvist generate` and `kvist plan`. Data goes to stdout, progress and errors to stderr."""
+"""The command line: `kvist generate`, `plan`, `events` and `replay`. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as missing:
     raise SystemExit(f"kvist: the command line needs {missing.name}; pip install 'kvist[cli]'") from None
+
+from kvist.cli_events import add_commands
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -272,6 +274,9 @@ def _errors_told(*, status: int) -> Iterator[None]:
     except (KvistError, OSError, ValueError, ImportError) as error:
         print(f"kvist: {error}", file=sys.stderr)
         raise typer.Exit(status) from error
+
+
+add_commands(app, _errors_told)
 
 
 def _read_config(model: Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import Protocol
 
 from kvist.core.contents import Snapshot
 from kvist.core.events import Event
-from kvist.errors import ArgumentError
+from kvist.errors import ArgumentError, SequenceError
 
 __all__ = ["EventLog", "Subscription"]
 
@@ -68,6 +69,16 @@ class Subscription:
             self._changed.notify_all()
 
 
+class Recorded(Protocol):
+    """What a log asks its manager for."""
+
+    def _take_events(self) -> list[Event]: ...
+
+    def _snapshot(self) -> Snapshot: ...
+
+    def _content_digest(self) -> str: ...
+
+
 class EventLog(Subscription):
     """What a manager's calls have changed, in order. The thread that calls the manager publishes, any other reads.
 
@@ -75,23 +86,16 @@ class EventLog(Subscription):
     that first. Each further reader has a `subscribe` of its own. No reader can hold a step up.
     """
 
-    def __init__(
-        self,
-        max_events: int,
-        take: Callable[[], Iterable[Event]],
-        snapshot: Callable[[], Snapshot],
-        digest: Callable[[], str],
-    ) -> None:
+    def __init__(self, max_events: int, manager: Recorded) -> None:
         super().__init__(max_events)
-        self._take = take
-        self._snapshot = snapshot
-        self._content_digest = digest
+        self._manager = weakref.ref(manager)  # which has the log, and is to go without a garbage collection
         self._owner = threading.get_ident()
         self._subscriptions: list[Subscription] = []
 
     def flush(self) -> int:
         """Publish what has happened since the last time; returns how many events that were."""
-        events = list(self._take())
+        manager = self._manager()
+        events = [] if manager is None else manager._take_events()
         if events:
             self.publish(events)
         return len(events)
@@ -120,12 +124,18 @@ class EventLog(Subscription):
         What has happened up to now is published first, so a reader may skip events before that id.
         """
         self.flush()
-        return self._snapshot()
+        return self._alive()._snapshot()
 
     def content_digest(self) -> str:
         """Return SHA-256 over what is cached where, as `Contents.digest` of one who has followed all events."""
         self.flush()
-        return self._content_digest()
+        return self._alive()._content_digest()
+
+    def _alive(self) -> Recorded:
+        manager = self._manager()
+        if manager is None:
+            raise SequenceError("events: the manager is gone")
+        return manager
 
     def close(self) -> None:
         """Publish what is left, and let all readers end once they have read it."""

@@ -68,12 +68,12 @@ class KVCacheManager(CacheCore):
     def __init__(
         self, config: CacheConfig, memory: Memory | None = None, *, clock: Callable[[], float] = monotonic
     ) -> None:
-        super().__init__(config, clock, randbits(EPOCH_BITS) if config.event_buffer else 0)
+        super().__init__(config, clock, randbits(EPOCH_BITS))
         if memory is not None and not callable(getattr(memory, "perform", None)):
             raise ArgumentTypeError(f"memory is a {type(memory).__name__}, must have perform(moves)")
         self.memory = memory
         self._link = _open_stores(config, memory) if config.stores else None
-        self.events = EventLog(config.event_buffer, self._take_events, self._snapshot, self._content_digest)
+        self.events = EventLog(config.event_buffer, self)
         if self._state.recorder is not None:
             self._state.recorder.overflow = self.events.publish
 

@@ -272,7 +272,8 @@ def test_a_gap_is_noticed():
 
 
 def test_another_life_of_a_manager_has_another_epoch():
-    first, second = told().events.poll(), told().events.poll()
+    managers = [told(), told()]
+    first, second = (manager.events.poll() for manager in managers)
     assert first[0].epoch != second[0].epoch
     contents = Contents()
     assert contents.follow(first)

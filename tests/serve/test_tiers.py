@@ -163,7 +163,8 @@ def test_others_run_while_a_request_waits_for_a_store(held):
         assert engine.manager.flush(PATIENT)
     with engine_on(model) as engine:
         running = engine.submit(other, SamplingParams(max_new_tokens=8))
-        engine.step()
+        while not engine.scheduler.running:
+            engine.step()
         held[0].may_answer.clear()
         held[0].is_asked.clear()
         waiting = engine.submit(prompt, SamplingParams(max_new_tokens=2))

@@ -82,7 +82,6 @@ class Taps:
             raise
         manager.__class__ = _tapped(type(manager))
         vars(manager)["_taps"] = self
-        manager.events._take = manager._take_events
         if manager._link is not None:
             _tap_link(manager._link, self)
 
@@ -90,7 +89,6 @@ class Taps:
         manager = self.manager
         manager.__class__ = type(manager).__bases__[0]
         del vars(manager)["_taps"]
-        manager.events._take = manager._take_events
         if manager._link is not None:
             del manager._link.bring_up, manager._link.fill
 
