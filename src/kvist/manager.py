@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from numpy.typing import ArrayLike
 
 from kvist.config import CacheConfig
-from kvist.core import admission, recurrent, restoring
+from kvist.core import recurrent, restoring
 from kvist.core.arguments import as_count, as_counts
 from kvist.core.contents import Snapshot, contents_of, snapshot_of
 from kvist.core.events import Event
 from kvist.core.extents import Extent, Match, Namespace
-from kvist.core.identity import Media
 from kvist.core.keeping import KeptBlocks, Order
 from kvist.core.lower import DEVICE
 from kvist.core.manager import CacheCore
-from kvist.core.matching import Prefetch, PrefixMatch
+from kvist.core.matching import Awaited
 from kvist.core.moves import Move, one_by_one
 from kvist.core.sequences import Sequence, Sequences
-from kvist.core.tokens import TOKEN_BYTES, Tokens
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, TransferError
 from kvist.event_log import EventLog
 from kvist.memory.tables import BatchTables, build_tables
@@ -155,47 +153,19 @@ class KVCacheManager(CacheCore):
             return None
         return extent
 
-    def match_prefix(
-        self,
-        tokens: Tokens,
-        *,
-        namespace: Namespace = (),
-        media: Iterable[Media] = (),
-        extra_ids: ArrayLike | None = None,
-    ) -> PrefixMatch:
-        """Look how much of a prompt could be reused now, all tokens but the last, and why not more; changes nothing.
-
-        Arguments are those of `add_sequence`. Stores are asked, each for its time limit at most; what they say that
-        they have is in `tiers`, and not in `num_tokens`: an admission has yet to get it.
-        """
-        found = super().match_prefix(tokens, namespace=namespace, media=media, extra_ids=extra_ids)
+    def _in_stores(
+        self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
+    ) -> tuple[tuple[str, int], ...]:
         if self._link is None:
-            return found
-        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
-        match = admission.match_prompt(self._state, prompt, namespace)
-        stored = self._link.told(self._state, prompt, namespace, match, found.num_block_tokens)
-        return found._replace(stored=stored)
+            return ()
+        return self._link.told(self._state, prompt, namespace, match, first)
 
-    def prefetch(
-        self,
-        tokens: Tokens,
-        *,
-        namespace: Namespace = (),
-        media: Iterable[Media] = (),
-        extra_ids: ArrayLike | None = None,
-    ) -> Prefetch:
-        """Bring a prompt up from slower tiers: from host memory at once, from stores behind the caller's back.
-
-        Arguments are those of `add_sequence`, which finds what has come by then without waiting for a store. What is on
-        the device stays until it is evicted; what comes from stores waits in host memory for a while.
-        """
-        found = super().prefetch(tokens, namespace=namespace, media=media, extra_ids=extra_ids)
+    def _fetch_ahead(
+        self, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
+    ) -> tuple[int, Awaited | None]:
         if self._link is None:
-            return found
-        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
-        match, limit = admission.match_prompt(self._state, prompt, namespace), len(prompt) - TOKEN_BYTES
-        num_asked, coming = self._link.fetch_ahead(self._state, prompt, namespace, limit, match)
-        return Prefetch(found.num_tokens, num_asked, coming)
+            return 0, None
+        return self._link.fetch_ahead(self._state, prompt, namespace, limit, match)
 
     def drop(self, *, namespace: Namespace) -> int:
         """Forget all content of a namespace, in all tiers; returns how many device blocks became free at once.

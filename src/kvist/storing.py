@@ -189,8 +189,6 @@ class StoreLink:
     def _other_needs(
         state: CacheState, prompt: bytes | memoryview, missing: Missing, end: int, num_beams: int
     ) -> list[int]:
-        if not num_beams:
-            return [0] * len(state.pools)
         num_cached = (missing.num_device + end) * state.block_size
         return prompt_needs(state, len(prompt) // TOKEN_BYTES, num_cached, num_beams, 0)
 

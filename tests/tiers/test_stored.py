@@ -774,6 +774,20 @@ def test_blocks_that_cannot_be_read_for_a_store_are_not_stored_and_nothing_else(
         assert machine.leave(range(9)) == 8
 
 
+def test_media_may_come_from_an_iterator_that_is_read_once():
+    with Machine(configured(partial_reuse=False)) as machine:
+        media = [Media(1, 3, "cat")]
+        manager = machine.manager
+        sequence = manager.add_sequence([7, 9, 9, 9, 5, 6, 7], media=iter(media))
+        machine.memory.write(sequence)
+        manager.commit([sequence])
+        manager.free(sequence)
+        assert manager.flush(PATIENT)
+        manager.evict(12)
+        assert manager.match_prefix([7, 9, 9, 9, 5, 6, 7], media=iter(media)).tiers["tests.tiers.test_stored"] == 6
+        assert manager.prefetch([7, 9, 9, 9, 5, 6, 7], media=iter(media)).num_asked_tokens == 6
+
+
 def test_a_manager_without_bytes_cannot_have_stores():
     with pytest.raises(ArgumentTypeError, match="block_format"):
         KVCacheManager(configured())

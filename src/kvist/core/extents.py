@@ -33,7 +33,7 @@ class Extent:
     while it waits in the eviction queue, and `spare` has a bit for each group that it waits in with blocks that are not
     needed much. What was evicted from below it, and when, is in `lost`, by the key that it had. What goes on from an
     extent of the device in the host tier is in `lower`, like `children`. `chain` is, where that was needed once, a
-    number of its blocks and the digest of the prefix that ends after so many. `run` is what events call its content,
+    number of blocks of its prefix and the digest of what these hold. `run` is what events call its content,
     and where in that it begins.
     """
 

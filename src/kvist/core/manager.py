@@ -45,7 +45,7 @@ from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
 from kvist.core.keeping import KeptBlocks
 from kvist.core.lower import DEVICE, HOST
-from kvist.core.matching import Pin, Prefetch, PrefixMatch
+from kvist.core.matching import Awaited, Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
 from kvist.core.recording import RESET, Recorder
 from kvist.core.retention import Retention
@@ -377,16 +377,28 @@ class CacheCore:
     ) -> PrefixMatch:
         """Look how much of a prompt could be reused now, all tokens but the last, and why not more; changes nothing.
 
-        Arguments are those of `add_sequence`.
+        Arguments are those of `add_sequence`. Stores are asked, each for its time limit at most; what they say that
+        they have is in `tiers`, and not in `num_tokens`: an admission has yet to get it.
         """
         prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
-        if self._state.lower is not None:
-            return self._match_in_tiers(prompt, namespace, match)
-        return self._told(prompt, namespace, match)
+        if not self._state.tree.has_tiers:
+            return self._told(prompt, namespace, match)
+        told = self._told_with_host(prompt, namespace, match)
+        if self._state.keeper is None:
+            return told
+        return told._replace(stored=self._in_stores(prompt, namespace, match, told.num_block_tokens))
 
-    def _match_in_tiers(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
-        """Look further in the host tier."""
+    def _in_stores(
+        self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
+    ) -> tuple[tuple[str, int], ...]:
+        """Return how many tokens of a prompt after the first so many each store says it has; here there are none."""
+        return ()
+
+    def _told_with_host(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
+        """Say what a match of a prompt is, and what host memory adds to it."""
+        if self._state.lower is None:
+            return self._told(prompt, namespace, match)
         limit = len(prompt) - TOKEN_BYTES
         find = promotion.find_lower(self._state, prompt, namespace, limit, match)
         if find is None:
@@ -461,9 +473,11 @@ class CacheCore:
         media: Iterable[Media] = (),
         extra_ids: ArrayLike | None = None,
     ) -> Prefetch:
-        """Bring what the host tier has of a prompt to the device, where it stays until it is evicted.
+        """Bring a prompt up from slower tiers: from host memory at once, from stores behind the caller's back.
 
-        Arguments are those of `add_sequence`. Without room for all that was found, nothing is moved.
+        Arguments are those of `add_sequence`, which finds what has come by then without waiting for a store. What is on
+        the device stays until it is evicted; what comes from stores waits in host memory for a while. Without room for
+        all that host memory has, nothing of it is moved.
         """
         prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
         state, limit = self._state, len(prompt) - TOKEN_BYTES
@@ -474,7 +488,16 @@ class CacheCore:
             match = admission.match_prompt(state, prompt, namespace)
             state.tree.release(held)
             self._perform_moves()
-        return Prefetch(0 if match is None else match.position // TOKEN_BYTES)
+        num_asked, coming = 0, None
+        if state.keeper is not None:
+            num_asked, coming = self._fetch_ahead(prompt, namespace, limit, match)
+        return Prefetch(0 if match is None else match.position // TOKEN_BYTES, num_asked, coming)
+
+    def _fetch_ahead(
+        self, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
+    ) -> tuple[int, Awaited | None]:
+        """Start to get what stores have of a prompt, and return how many tokens they are asked for; here are none."""
+        return 0, None
 
     def evict(self, num_blocks: int) -> int:
         """Evict up to that many cached blocks, of all groups, in the policy's order; returns how many went.
