@@ -18,7 +18,7 @@ from kvist.core.groups import Span
 from kvist.core.identity import IdentityTable
 from kvist.core.lower import LowerTier
 from kvist.core.pool import BlockPool
-from kvist.core.recording import Recorder
+from kvist.core.recording import EventRecorder
 from kvist.core.spanned import SpannedGroup
 from kvist.core.state import CacheState
 from kvist.core.tree import PrefixTree
@@ -426,7 +426,7 @@ def host_memory_outlives_the_prefix_that_it_hangs_below(monkeypatch):
 
 @fault_of_tiers
 def an_eviction_is_not_told(monkeypatch):
-    wrap(monkeypatch, Recorder, "removed", lambda original, *arguments, **options: None)
+    wrap(monkeypatch, EventRecorder, "removed", lambda original, *arguments, **options: None)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 from kvist.core.events import Cleared, Created, Event, Moved, Removed, Stored, Updated
 from kvist.core.extents import Extent, Namespace
 from kvist.core.lower import DEVICE, HOST
-from kvist.core.recording import PUBLISHED, Recorder
+from kvist.core.recording import PUBLISHED, EventRecorder
 from kvist.core.state import CacheState
 
 __all__ = ["Contents", "Snapshot", "contents_of", "snapshot_of"]
@@ -117,7 +117,7 @@ def snapshot_of(state: CacheState) -> Snapshot:
     """Return all that is cached now, as events that store it."""
     recorder = state.recorder
     assert recorder is not None
-    writer = Recorder(recorder.chain, state.spans, recorder.epoch)
+    writer = EventRecorder(recorder.chain, state.spans, recorder.epoch)
     for tier, extents in ((DEVICE, list(state.tree.extents())), (HOST, state.lower_extents())):
         for extent in extents:
             writer.stored(extent, 0, tier, PUBLISHED)

@@ -47,7 +47,7 @@ from kvist.core.keeping import KeptBlocks
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Awaited, Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
-from kvist.core.recording import RESET, Recorder
+from kvist.core.recording import RESET, EventRecorder
 from kvist.core.retention import Retention
 from kvist.core.rows import NEVER
 from kvist.core.sequences import Sequence, Sequences
@@ -78,9 +78,9 @@ class CacheCore:
         self.clock = clock
         self._state = CacheState(config, clock)
         if config.event_buffer:
-            self._record(Recorder(self._state.chain, self._state.spans, epoch))
+            self._record(EventRecorder(self._state.chain, self._state.spans, epoch))
 
-    def _record(self, recorder: Recorder) -> None:
+    def _record(self, recorder: EventRecorder) -> None:
         """Note what happens from now on, as events, beginning with how many blocks there are."""
         state = self._state
         counts = {DEVICE: [pool.num_blocks for pool in state.group_pools]}
@@ -542,7 +542,7 @@ class CacheCore:
         self._state = CacheState(self.config, self.clock)
         if old is not None:
             old.cleared(None, RESET)
-            recorder = Recorder(self._state.chain, self._state.spans, old.epoch, old.next_id)
+            recorder = EventRecorder(self._state.chain, self._state.spans, old.epoch, old.next_id)
             recorder.staged, recorder.overflow = old.staged, old.overflow
             self._state.record(recorder)
 

@@ -22,7 +22,7 @@ __all__ = [
     "PUBLISHED",
     "RESET",
     "TAKEN_OVER",
-    "Recorder",
+    "EventRecorder",
 ]
 
 PUBLISHED, LOADED, DISPLACED, OUT_OF_SPAN = "published", "loaded", "stored on the device", "out of span"
@@ -33,7 +33,7 @@ MAX_STAGED = 4096
 UNBOUNDED = 2**62
 
 
-class Recorder:
+class EventRecorder:
     """Makes events of what happens to extents, in order, until they are taken; of several groups narrow windows first.
 
     Each listed extent knows its `run` and where in it the extent begins. When many are `staged`, they are handed to

@@ -12,7 +12,7 @@ from kvist.core.extents import Extent, Twins
 from kvist.core.groups import Span
 from kvist.core.losses import MADE_ROOM
 from kvist.core.pool import BlockPool
-from kvist.core.recording import Recorder
+from kvist.core.recording import EventRecorder
 from kvist.core.tokens import TOKEN_BYTES
 
 __all__ = ["SpannedGroup"]
@@ -62,7 +62,7 @@ class SpannedGroup:
         self.emptied: list[Extent] = []
         self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
 
     def copy_from(self, other: SpannedGroup, twins: Twins) -> None:
         """Count and rank the copies of extents as another group does the originals; references are copied apart."""

@@ -20,7 +20,7 @@ from kvist.core.matching import Pin
 from kvist.core.moves import Move
 from kvist.core.policies import queue_of
 from kvist.core.pool import BlockPool
-from kvist.core.recording import Recorder
+from kvist.core.recording import EventRecorder
 from kvist.core.retention import Keep
 from kvist.core.rows import SequenceRows
 from kvist.core.sequences import Encoder, Sequence
@@ -92,7 +92,7 @@ class CacheState:
         self.chain = Chain(config.fingerprint, self.block_size, self.identities)
         self.lower = self.tree.lower = self._lower_tier()
         self.keeper = self.tree.keeper = self._keeper()
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
         self._note_listeners()
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
         self.counters = Counters(len(self.spans))
@@ -118,7 +118,7 @@ class CacheState:
             min_hits=spec.min_hits,
         )
 
-    def record(self, recorder: Recorder) -> None:
+    def record(self, recorder: EventRecorder) -> None:
         """Let a recorder note what happens from now on."""
         self.recorder = self.tree.recorder = recorder
         for group in self.spanned:

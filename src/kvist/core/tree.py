@@ -27,7 +27,7 @@ from kvist.core.keeping import Keeper
 from kvist.core.losses import ASKED_FOR, MADE_ROOM, MAX_LOSSES_BELOW, UNREACHABLE, Losses
 from kvist.core.lower import DEVICE, LowerTier
 from kvist.core.pool import BlockPool
-from kvist.core.recording import DROPPED, NOT_FILLED, PUBLISHED, Recorder
+from kvist.core.recording import DROPPED, NOT_FILLED, PUBLISHED, EventRecorder
 from kvist.core.retention import DEFAULT_KEEP, Keep
 from kvist.core.siblings import SortedKeys
 from kvist.core.spanned import SpannedGroup
@@ -64,7 +64,7 @@ class PrefixTree:
         self.block_size = block_size
         self.lower: LowerTier | None = None
         self.keeper: Keeper | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
         self.has_tiers = self.has_listeners = False
         self._no_blocks = np.empty((num_groups, 0), np.int32)
         self._widest = max((group.span.num_most_blocks for group in spanned), default=0)
