@@ -75,7 +75,7 @@ def _no_servers():
 
 
 def held_up(timeout_s=0.2, **options):
-    return RemoteTier(url="tests.core.test_conformance_tiers:hanging", timeout_s=timeout_s, **options)
+    return RemoteTier(url="tests.tiers.test_conformance_tiers:hanging", timeout_s=timeout_s, **options)
 
 
 # -- TensorRT-LLM: the secondary pool ---------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_B126_evicting_does_not_wait_for_a_store_that_never_answers():
         for first in range(0, 60, 10):
             sequence = machine.compute(range(first, first + 8))
             machine.manager.free(sequence)
-        assert machine.manager.store_stats()["tests.core.test_conformance_tiers"].num_timeouts > 0
+        assert machine.manager.store_stats()["tests.tiers.test_conformance_tiers"].num_timeouts > 0
         HANGING[0].release()
 
 
@@ -621,16 +621,16 @@ def test_B159_B161_what_a_store_did_not_take_is_given_to_it_again_with_the_next_
 
 
 def test_B162_of_what_a_store_failed_to_take_the_rest_is_not_stored_without_its_beginning():
-    tier = RemoteTier(url="tests.core.test_conformance_tiers:failing_once", timeout_s=PATIENT)
+    tier = RemoteTier(url="tests.tiers.test_conformance_tiers:failing_once", timeout_s=PATIENT)
     config = configured(tier, block_size=1, num_blocks=900, max_sequence_length=900)
     with Machine(config) as machine:
         machine.leave(range(800))
-        stats = machine.manager.store_stats()["tests.core.test_conformance_tiers"]
+        stats = machine.manager.store_stats()["tests.tiers.test_conformance_tiers"]
         assert stats.num_entries == 256
         assert stats.num_refused == 800 - 256
         machine.manager.evict(900)
         assert machine.leave([*range(800), 9]) == 256
-        assert machine.manager.store_stats()["tests.core.test_conformance_tiers"].num_entries == 801
+        assert machine.manager.store_stats()["tests.tiers.test_conformance_tiers"].num_entries == 801
 
 
 def test_B163_a_second_process_does_not_count_for_itself_in_the_same_directory(tmp_path):
