@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venvs"
 TESTS = ["tests/core", "tests/test_imports.py", "tests/test_readme.py"]
-TOOLS = ["pytest", "hypothesis"]
+TOOLS = ["pytest", "pytest-xdist", "hypothesis"]
 PROBE = """
 import sys
 print(sys.implementation.name, sys.version_info.releaselevel, *sys.version_info[:3], sys.executable)
@@ -136,7 +136,9 @@ def run(trial: Trial) -> bool:
     """Run the NumPy-only tests in the trial's environment; True if they pass."""
     print(f"== {trial.name}", flush=True)
     prepare(trial)
-    pytest = [str(trial.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", *TESTS]
+    # What takes long is about the core, not about a version of Python.
+    options = ["-q", "-n", "auto", "--maxprocesses", "4", "-m", "not slow", "--hypothesis-profile=quick"]
+    pytest = [str(trial.python), "-m", "pytest", "-p", "no:cacheprovider", *options, *TESTS]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(pytest, cwd=ROOT, env=environment, check=False).returncode == 0
 

@@ -13,7 +13,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if ">>> " in path.read_text()]
 MODULES = [path for path in sorted((ROOT / "src").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
 FENCE = re.compile(r"^```(?:python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OPTIONAL = {"torch", "transformers", "typer", "rich"}
+OPTIONAL = {
+    "torch",
+    "transformers",
+    "typer",
+    "rich",
+    "zmq",
+    "msgspec",
+    "redis",
+    "obstore",
+    "mpi4py",
+    "prometheus_client",
+}
+IMPORTED = re.compile(r"^>>> import (\w+)$", re.MULTILINE)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -39,6 +51,8 @@ def test_the_readme_has_examples():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_example_of_a_page_gives_what_it_says(page):
+    for name in OPTIONAL.intersection(IMPORTED.findall(page.read_text(encoding="utf-8"))):
+        module(name)
     assert failures(page.read_text(encoding="utf-8"), page.name, page) == ""
 
 

@@ -7,7 +7,7 @@ last line tells which call never returned; the outcome is what the call took fro
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -68,7 +68,7 @@ class Journal:
             raise SequenceError("the journal is attached already")
         head = {
             "kvist journal": FORMAT,
-            "versions": {"kvist": version("kvist"), "numpy": np.__version__, "python": sys.version.split()[0]},
+            "versions": {"kvist": _own_version(), "numpy": np.__version__, "python": sys.version.split()[0]},
             "byteorder": sys.byteorder,
             "has_memory": manager.memory is not None,
             "config": write_config(manager.config),
@@ -154,3 +154,11 @@ def made_by(result: Any) -> list[Sequence | Pin]:
     if type(result) is list and result and type(result[0]) is Sequence:
         return [made for each in result for made in made_by(each)]
     return []
+
+
+def _own_version() -> str:
+    """Return the version that is installed; source that is run as it lies has none."""
+    try:
+        return version("kvist")
+    except PackageNotFoundError:
+        return "not installed"
