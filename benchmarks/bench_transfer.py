@@ -117,7 +117,7 @@ def rows(memory: tuple[Tensor, Tensor], piece_bytes: int, num_turns: int) -> Ite
         yield Row(
             name=f"{piece_bytes // KIB} KiB, {name}",
             value=value,
-            unit="us",
+            unit="µs",
             reference=reference,
             reference_name="memcpy",
             target=aimed,
