@@ -31,7 +31,7 @@ def kinds(events):
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
-def test_a_log_begins_with_the_blocks_that_there_are_TRT85():
+def test_TRT85_a_log_begins_with_the_blocks_that_there_are():
     manager = told(tiers=[HostTier(num_blocks=2)])
     (created,) = manager.events.poll()
     assert isinstance(created, Created)
@@ -39,7 +39,7 @@ def test_a_log_begins_with_the_blocks_that_there_are_TRT85():
     assert manager.events.poll() == []
 
 
-def test_what_is_committed_is_told_once_by_whole_blocks_TRT86():
+def test_TRT86_what_is_committed_is_told_once_by_whole_blocks():
     manager = told()
     sequence = manager.add_sequence(range(10), namespace=("lora", 42))
     manager.commit([sequence])
@@ -50,7 +50,8 @@ def test_what_is_committed_is_told_once_by_whole_blocks_TRT86():
     assert stored.tokens.tolist() == list(range(8))
 
 
-def test_the_next_block_names_the_one_before_it():
+def test_TRT87_the_next_block_names_the_one_before_it():
+    """Differs: a block is told once it is whole, so that the same tokens are never told twice."""
     manager = told()
     sequence = manager.add_sequence(range(10))
     manager.commit([sequence])
@@ -62,11 +63,35 @@ def test_the_next_block_names_the_one_before_it():
     assert second.parent == first.digests[-1]
 
 
-def test_equal_content_is_told_once_TRT88():
+def test_TRT88_equal_content_is_told_once():
     manager = told()
     serve(manager, range(9))
     manager.events.poll()
     serve(manager, range(9))
+    assert manager.events.poll() == []
+
+
+def test_B167_a_prompt_that_branches_off_names_the_last_block_that_it_shares():
+    manager = told(num_blocks=16)
+    serve(manager, range(12))
+    first = manager.events.poll()[-1]
+    serve(manager, [*range(8), 99, 100, 101, 102])
+    (second,) = manager.events.poll()
+    assert (first.parent, first.num_blocks, second.num_blocks) == (None, 3, 1)
+    assert second.parent == first.digests[1]
+
+
+def test_TRT93_TRT94_blocks_of_a_priority_are_told_with_it_and_using_them_again_tells_nothing():
+    """Differs: both blocks are one event, and what is used again without a priority of its own is not told again."""
+    manager = told()
+    serve(manager, range(8), retention=Retention([(0, 8, 50, None)]))
+    created, stored = manager.events.poll()
+    assert (type(created), type(stored)) == (Created, Stored)
+    assert (stored.num_blocks, stored.priority) == (2, 50)
+    sequence = manager.add_sequence(range(8))
+    assert sequence.num_computed_tokens == 7
+    manager.commit([sequence])
+    manager.free(sequence)
     assert manager.events.poll() == []
 
 
@@ -79,7 +104,7 @@ def test_a_priority_is_told_with_the_blocks_and_when_it_changes():
     assert (updated.old_priority, updated.priority, updated.num_blocks) == (50, 80, 2)
 
 
-def test_narrow_windows_come_first_TRT97():
+def test_TRT97_narrow_windows_come_first():
     layers = [sliding(16), sliding(12)]
     manager = grouped(layers, block_size=4, num_blocks=[8, 4], event_buffer=64, partial_reuse=False)
     created = manager.events.poll()
@@ -164,7 +189,7 @@ def test_media_are_told_by_what_they_are():
 # -- the log ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_buffer_there_is_nothing_and_asking_does_not_wait_TRT96():
+def test_TRT96_without_a_buffer_there_is_nothing_and_asking_does_not_wait():
     manager = small(block_size=4)
     serve(manager, range(9))
     assert manager.events.poll(None) == []
@@ -183,7 +208,7 @@ def test_nothing_is_hashed_while_nobody_reads(monkeypatch):
     manager.events.flush()
 
 
-def test_the_oldest_events_are_lost_and_counted_TRT92():
+def test_TRT92_the_oldest_events_are_lost_and_counted():
     manager = told(event_buffer=1)
     serve(manager, range(9))
     (stored,) = manager.events.poll()
@@ -191,7 +216,8 @@ def test_the_oldest_events_are_lost_and_counted_TRT92():
     assert (stored.id, manager.events.num_lost) == (1, 1)
 
 
-def test_a_reader_that_waits_is_woken_TRT100():
+def test_TRT100_B186_a_reader_that_waits_is_woken():
+    """By the flush itself: nothing looks for events from time to time."""
     manager, found = told(), []
     ready = threading.Event()
     reader = manager.events.subscribe()
@@ -245,6 +271,29 @@ def test_events_tell_what_is_cached():
         assert contents.follow(manager.events.poll())
         assert contents.digest() == manager.events.content_digest()
     assert (contents.num_blocks("device"), contents.num_blocks("host")) == (3, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_B169_a_parent_is_always_a_block_that_was_told_and_is_there(seed):
+    """Over random prompts that share prefixes, in little room and with host memory below it."""
+    rng = np.random.default_rng(seed)
+    manager = told(num_blocks=6, tiers=[HostTier(num_blocks=4)])
+    held = {"device": set(), "host": set()}
+    num_with_parent = 0
+    for _ in range(60):
+        serve(manager, rng.integers(2, size=rng.integers(1, 24)).tolist())
+        if rng.random() < 0.2:
+            manager.evict(int(rng.integers(1, 4)))
+        for event in manager.events.poll():
+            if isinstance(event, Stored | Moved):
+                assert event.parent is None or any(event.parent in blocks for blocks in held.values())
+                num_with_parent += event.parent is not None
+                held[event.tier].update(event.digests)
+            if isinstance(event, Moved):
+                held[event.source_tier].difference_update(event.digests)
+            if isinstance(event, Removed):
+                held[event.tier].difference_update(event.digests)
+    assert num_with_parent > 0
 
 
 def test_a_snapshot_and_what_comes_after_it_tell_the_same():

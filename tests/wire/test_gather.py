@@ -218,7 +218,7 @@ def test_what_breaks_in_a_transport_is_a_transfer_error():
         gather.advance()
 
 
-def test_only_rank_0_polls():
+def test_B186_only_rank_0_polls():
     with pytest.raises(SequenceError, match="events are gathered on rank 0, this is rank 1"):
         gathers(2)[1].poll()
 

@@ -156,7 +156,7 @@ def test_tiers_are_told_apart_where_leading_blocks_lie_in_them():
     assert told(index, [1, 2, 3, 4, 5, 6]) == {"a": (4, {"device": 2, "host": 2})}
 
 
-def test_ranks_of_a_worker_count_for_themselves():
+def test_B175_ranks_of_a_worker_count_for_themselves():
     index = PrefixIndex()
     assert (
         index.apply("a", [stored([1, 2], rank=0, id=0), stored([1], rank=1, id=0), removed([2], rank=0, id=1)]) is None
@@ -196,7 +196,7 @@ def test_what_was_taken_already_is_left_out():
     assert told(index, [1]) == {}
 
 
-def test_a_snapshot_takes_the_place_of_everything_and_the_stream_goes_on_after_it():
+def test_B173_a_snapshot_takes_the_place_of_everything_and_the_stream_goes_on_after_it():
     """Numbers 1 to 10, of which 5 are lost; a snapshot that ends with 10; then 11."""
     index = PrefixIndex()
     index.apply("a", [stored([1, 2])], sequence=0)
@@ -258,14 +258,14 @@ def test_an_event_in_several_parts_is_taken_part_by_part():
     assert index.blocks("a") == {(0, "device"): {run.digests()[0], run.digests()[2]}}
 
 
-def test_unknown_blocks_do_not_stop_a_removal():
+def test_B183_unknown_blocks_do_not_stop_a_removal():
     index = PrefixIndex()
     index.apply("a", [stored([1, 2]), removed([9, 1])])
     assert index.blocks("a") == {(0, "device"): {2}}
     assert index.stats.num_unknown_removals == 1
 
 
-def test_a_reset_of_one_tier_leaves_the_others():
+def test_B178_B179_a_reset_of_one_tier_leaves_the_others():
     index = PrefixIndex()
     index.apply("a", [stored([1]), stored([1, 2], "host"), AllCleared(tier="device")])
     assert index.blocks("a") == {(0, "host"): {1, 2}}
@@ -282,7 +282,7 @@ def test_tiers_that_do_not_count_are_counted():
         PrefixIndex(tiers=("device", "device"))
 
 
-def test_a_group_of_coarser_blocks_counts_for_whole_ones_only():
+def test_B182_a_group_of_coarser_blocks_counts_for_whole_ones_only():
     """A block of 4 tokens is named as the second of two blocks of 2; what is half there is not there."""
     index = PrefixIndex()
     fine = {"group": 0, "kind": "full", "block_size": 2}
@@ -328,6 +328,20 @@ def test_prompts_can_be_asked_for_by_their_tokens():
     assert [(each.worker, each.num_blocks) for each in by_tokens] == [("kvist", 3)]
     assert index.query(hash_query(TensorRTChain1(), range(13), 4))[0].num_blocks == 2
     assert index.query_tokens(range(13), TensorRTChain1(), 4, scope=Scope(lora_id=1)) == []
+
+
+def test_B181_a_question_in_blocks_of_another_size_is_an_error():
+    """Names of blocks of another size are found nowhere, which would look like an empty cache."""
+    run = Log(block_size=8).run(range(64))
+    index = PrefixIndex()
+    index.apply("eight", Recorder().records([Log(block_size=8).stored(run)]))
+    index.apply("four", Recorder().records([Log().stored(Log().run(range(64)))]))
+    chain = KvistChain(b"fingerprint", 4)
+    with pytest.raises(ArgumentError, match="block_size is 4, but eight has blocks of 8 tokens"):
+        index.query_tokens(range(65), chain, 4)
+    assert [each.worker for each in index.query_tokens(range(65), chain, 4, workers=["four"])] == ["four"]
+    index.apply("two sizes", [stored([1], block_size=4, group=0), stored([1], block_size=8, group=1)])
+    assert index.query_tokens(range(65), chain, 4, workers=["two sizes"]) == [], "asked in its finest blocks"
 
 
 def test_what_workers_that_are_gone_had_is_swept():

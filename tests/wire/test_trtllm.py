@@ -126,7 +126,7 @@ def test_a_group_without_a_window_has_the_longest_sequence_as_one():
     assert trtllm.decode(CREATED, full_window=128)[0].window is None
 
 
-def test_a_block_is_removed_when_its_last_copy_goes_and_not_before():
+def test_B171_a_block_is_removed_when_its_last_copy_goes_and_not_before():
     log = Log()
     run = log.run(range(4))
     events = encoded(

@@ -80,8 +80,8 @@ def test_digests_go_out_as_bytes_or_as_their_low_64_bits():
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 10])
-def test_one_event_stores_a_run_with_all_its_tokens(num_blocks):
-    """V76: b blocks are one event with b names and b * block_size tokens; then one removal, then all cleared."""
+def test_V76_one_event_stores_a_run_with_all_its_tokens(num_blocks):
+    """Blocks are one event with a name each and all their tokens; then one removal, then all cleared."""
     log = Log()
     run = log.run(range(4 * num_blocks))
     stored, removed, cleared = encoded(log.stored(run), log.removed(run), log.cleared())
@@ -90,16 +90,16 @@ def test_one_event_stores_a_run_with_all_its_tokens(num_blocks):
     assert cleared == {"type": "AllBlocksCleared"}
 
 
-def test_the_parent_is_the_logical_block_before_also_where_the_group_does_not_have_it():
-    """V77: a window has let the block before go; its name is the parent's all the same."""
+def test_V77_the_parent_is_the_logical_block_before_also_where_the_group_does_not_have_it():
+    """A window has let the block before go; its name is the parent's all the same."""
     log = Log()
     run = log.run(range(16))
     (stored,) = encoded(log.stored(run, group=1, columns=(2, 3)))
     assert stored["parent_block_hash"] == run.digests()[1]
 
 
-def test_names_and_tokens_of_a_window_belong_to_each_other():
-    """V82 as it should be: a group that has only some blocks says which, with the tokens of these."""
+def test_V82_B170_names_and_tokens_of_a_window_belong_to_each_other():
+    """Differs: a group that has only some blocks says which, with the tokens of these and no others."""
     log = Log()
     run = log.run(range(64))
     events = encoded(log.stored(run, group=1, columns=(0, 6, 7)), log.stored(run, group=1, columns=()))
@@ -107,8 +107,8 @@ def test_names_and_tokens_of_a_window_belong_to_each_other():
     assert [each["token_ids"] for each in events] == [list(range(4)), list(range(24, 32))]
 
 
-def test_what_groups_are_is_told_with_every_store():
-    """V78: an event says of its group what it is; a group that nobody has told of goes without."""
+def test_V78_what_groups_are_is_told_with_every_store():
+    """An event says of its group what it is; a group that nobody has told of goes without."""
     log = Log()
     created = log.created(1, "sliding", 8)
     run = log.run(range(8))
@@ -119,14 +119,13 @@ def test_what_groups_are_is_told_with_every_store():
     assert encoded(log.stored(run, group=1), groups=[created])[0]["kv_cache_spec_kind"] == "sliding_window"
 
 
-def test_a_lora_id_is_shown_else_nil():
-    """V78."""
+def test_V78_a_lora_id_is_shown_else_nil():
     for lora_id in (42, None):
         event = unpack(vllm.encode([StoredBlocks(hashes=(1,), lora_id=lora_id)]))[1][0]
         assert event["lora_id"] == lora_id
 
 
-def test_a_host_store_can_be_indexed_without_what_came_before():
+def test_B187_a_host_store_can_be_indexed_without_what_came_before():
     log = Log()
     run = log.run(range(8))
     stored, removed = encoded(log.moved(run, "device", "host", 1, 2))

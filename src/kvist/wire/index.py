@@ -239,10 +239,27 @@ is_stale=False), Coverage(worker='b', rank=None, num_blocks=2, per_tier=(('devic
         return sorted(found, key=lambda each: -each.num_blocks)
 
     def query_tokens(
-        self, tokens: ArrayLike, chain: HashChain, block_size: int, *, scope: Scope | None = None
+        self,
+        tokens: ArrayLike,
+        chain: HashChain,
+        block_size: int,
+        *,
+        scope: Scope | None = None,
+        workers: Iterable[str] | None = None,
     ) -> list[Coverage]:
-        """Return what each worker has of a prompt, whose blocks are named by a chain; as in `query`."""
-        return self.query(hash_query(chain, tokens, block_size, scope))
+        """Return what each worker has of a prompt, whose blocks are named by a chain; as in `query`.
+
+        `block_size` is that of the finest group of the workers that are asked for. `ArgumentError` where a worker has
+        told another one: names of blocks of another size are found nowhere.
+        """
+        wanted = None if workers is None else set(workers)
+        for (worker, _), stream in self._streams.items():
+            finest = min((rule.block_size for rule in stream.rules.values() if rule.block_size), default=block_size)
+            if finest != block_size and (wanted is None or worker in wanted):
+                raise ArgumentError(
+                    f"block_size is {block_size}, but {worker} has blocks of {finest} tokens; see `workers`"
+                )
+        return self.query(hash_query(chain, tokens, block_size, scope), workers=wanted)
 
     def blocks(self, worker: str, *, rank: int | None = None) -> dict[tuple[int, str], set[Hash]]:
         """Return the names of the blocks that a rank has, by group and tier. It looks at all entries."""
