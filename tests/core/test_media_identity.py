@@ -177,6 +177,33 @@ def test_a_match_whose_media_were_forgotten_is_stale(monkeypatch):
         manager.pin(match)
 
 
+@pytest.mark.parametrize(("other", "outcome"), [(CAT, 8), (DOG, None)])
+def test_a_match_from_before_a_reset_is_never_one_of_other_media(other, outcome):
+    manager = small(num_blocks=8)
+    cached(manager, TOKENS, media=[CAT])
+    match = manager.match_prefix([*TOKENS, 77], media=[CAT])
+    manager.reset()
+    cached(manager, TOKENS, media=[other])
+    if outcome is None:
+        with refused(manager, StaleMatch):
+            manager.pin(match)
+    else:
+        assert manager.pin(match).num_tokens == outcome
+
+
+def test_media_of_what_only_a_pin_holds_are_kept(monkeypatch):
+    monkeypatch.setattr(identity, "MIN_SWEPT", 2)
+    manager = small(num_blocks=8)
+    cached(manager, TOKENS, media=[CAT])
+    pin = manager.pin(manager.match_prefix([*TOKENS, 77], media=[CAT]))
+    manager.drop(namespace=())
+    for n in range(1100):
+        cached(manager, [1, 2, 3], media=[Media(0, 2, n)])
+    manager.check()
+    manager.digest()
+    pin.release()
+
+
 def test_media_that_nothing_refers_to_are_forgotten_and_all_others_kept(monkeypatch):
     monkeypatch.setattr(identity, "MIN_SWEPT", 4)
     manager = small(num_blocks=32, max_sequences=4)

@@ -539,7 +539,8 @@ class CacheCore:
             raise SequenceError(f"reset: {len(running)} sequences run ({names}){also} and {pins} pins hold")
         old = self._state.recorder
         self._state.tree.clear()
-        self._state = CacheState(self.config, self.clock)
+        # Ids are not used twice: a match from before must not be one of other media.
+        self._state = CacheState(self.config, self.clock, self._state.identities)
         if old is not None:
             old.cleared(None, RESET)
             recorder = EventRecorder(self._state.chain, self._state.spans, old.epoch, old.next_id)

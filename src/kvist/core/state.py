@@ -51,7 +51,9 @@ class CacheState:
     comes after them must not fail.
     """
 
-    def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: CacheConfig, clock: Callable[[], float], identities: IdentityTable | None = None
+    ) -> None:
         self.config = config
         self.clock = clock
         self.block_size = config.block_size
@@ -88,7 +90,7 @@ class CacheState:
             clock,
             partial=self.reuses and config.partial_reuse and self.recurrent is None,
         )
-        self.identities = IdentityTable()
+        self.identities = IdentityTable() if identities is None else identities
         self.chain = Chain(config.fingerprint, self.block_size, self.identities)
         self.lower = self.tree.lower = self._lower_tier()
         self.keeper = self.tree.keeper = self._keeper()
@@ -190,7 +192,7 @@ class CacheState:
         Identities are shared, since looking one up changes nothing; pins and suspended sequences are left out, and what
         they hold stays held.
         """
-        twin = CacheState(self.config, self.clock)
+        twin = CacheState(self.config, self.clock, self.identities)
         twin.keeper = twin.tree.keeper = None  # what is only supposed is not stored
         twin._note_listeners()
         twins: Twins = {id(extent): extent.copied() for extent in [*self.all_extents(), *self.lower_extents()]}
@@ -205,7 +207,6 @@ class CacheState:
         twin.rows.copy_from(self.rows, twins)
         twin._due_rows, twin._any_row_due = set(self._due_rows), self._any_row_due
         twin._slides_due = self._slides_due
-        twin.identities = twin.rows.identities = self.identities
         return twin
 
     # -- pins ---------------------------------------------------------------------------------------------------------
