@@ -17,7 +17,7 @@ from kvist.core.arguments import as_count, as_counts
 from kvist.core.contents import Snapshot, contents_of, snapshot_of
 from kvist.core.events import Event
 from kvist.core.extents import Extent, Match, Namespace
-from kvist.core.keeping import KeptBlocks, Order
+from kvist.core.keeping import KeptBlocks, Order, repeatable_runs
 from kvist.core.lower import DEVICE
 from kvist.core.manager import CacheCore
 from kvist.core.matching import Awaited
@@ -44,7 +44,8 @@ class Memory(Protocol):
         """Make the copies in the order given, before anything that is written or read after this call.
 
         What it raises reaches the caller as a TransferError. A sequence that was being admitted or forked is ended
-        again; after any other call the moves are kept, and made with those of the next call that needs some.
+        again; after any other call the moves are kept, and made with those of the next call that needs some. Moves that
+        write what others have read come in a call of their own, so that all of a call may be made again.
         """
 
 
@@ -94,16 +95,22 @@ class KVCacheManager(CacheCore):
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:
-        if not self._state.moves or self.memory is None:
+        state = self._state
+        if not state.moves or self.memory is None:
             return
+        to_make = [state.moves] if len(state.moves) == 1 else repeatable_runs(state.moves)
+        num_made = 0
         try:
-            self._carry_out(self._state.moves)
+            for run in to_make:
+                self._carry_out(run)
+                num_made += 1
         except Exception as error:
-            num_copies = len(one_by_one(self._state.moves))
-            recurrent.abandon_copies(self._state)
+            state.moves = [order for run in to_make[num_made:] for order in run]
+            num_copies = len(one_by_one(state.moves))
+            recurrent.abandon_copies(state)
             self._end(beam for sequence in new for beam in sequence.beams)
             raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
-        self._state.moves = []
+        state.moves = []
 
     def _carry_out(self, orders: list[Order]) -> None:
         """Make the copies, and hand blocks to stores in their place among them."""

@@ -941,12 +941,18 @@ def test_what_nothing_could_go_on_from_is_not_kept_in_host_memory():
 
 
 class FailingMemory(TokenMemory):
-    """An oracle that makes no copies while it is broken."""
+    """An oracle that makes only some copies while it is broken."""
 
-    is_broken = False
+    is_broken, num_left = False, 0
 
     def perform(self, moves, *, late=False):
+        moves = list(moves)
         if self.is_broken:
+            made, self.num_left = min(self.num_left, len(moves)), self.num_left - len(moves)
+            super().perform(moves[:made], late=True)
+            if self.num_left >= 0:
+                return
+            self.num_left = 0
             raise OSError("broken")
         super().perform(moves, late=late)
 
@@ -984,6 +990,21 @@ def test_a_promotion_that_keeps_failing_is_never_read():
     manager.reset()
     memory.is_broken = False
     assert leave(manager, memory, [*range(6), 9]) == 0
+
+
+@pytest.mark.parametrize("num_made", range(4))
+def test_copies_are_not_made_again_over_what_they_have_read_when_the_memory_fails_among_them(num_made):
+    manager, memory = failing(num_blocks=3, num_host_blocks=4)
+    leave(manager, memory, range(4))
+    manager.evict(2)
+    leave(manager, memory, range(10, 14))
+    memory.is_broken, memory.num_left = True, num_made  # two go down, then two come up into their blocks
+    with pytest.raises(TransferError):
+        manager.add_sequence([*range(4), 9])
+    memory.is_broken = False
+    manager.evict(9)
+    assert leave(manager, memory, [*range(10, 14), 9]) == 4
+    assert leave(manager, memory, [*range(4), 9]) == 4
 
 
 def test_a_demotion_that_fails_is_made_up_for_before_its_block_is_written():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from kvist.core.chain import Chain
 from kvist.core.extents import Blocks, Extent, Root
 from kvist.core.moves import BlockMoves, Move
 
-__all__ = ["COMMITTED", "EVICTED", "Keeper", "KeptBlocks", "Order"]
+__all__ = ["COMMITTED", "EVICTED", "Keeper", "KeptBlocks", "Order", "repeatable_runs"]
 
 COMMITTED, EVICTED = "committed", "evicted"
 
@@ -36,6 +36,55 @@ class KeptBlocks:
 
 Order = Move | BlockMoves | KeptBlocks
 """What is to be done about bytes, in the order in which it was decided."""
+
+
+def repeatable_runs(orders: Iterable[Order]) -> list[list[Order]]:
+    """Split orders into runs that can be made again from their start, wherever they broke off.
+
+    No run writes what an order before in it has read: made again, that one would read something else.
+
+    >>> down, up, copy = (Move(0, 5, 4, 0, "device", "host"), Move(7, 0, 4, 0, "host", "device"), Move(2, 3, 1))
+    >>> [len(run) for run in repeatable_runs([down, up, copy])]
+    [1, 2]
+    """
+    runs: list[list[Order]] = []
+    read = _Reads()
+    for order in orders:
+        if not runs or read.meet(order):
+            runs.append([])
+            read = _Reads()
+        runs[-1].append(order)
+        read.add(order)
+    return runs
+
+
+class _Reads:
+    """What orders have read: rows of single blocks, and tiers of which they have read many blocks at once."""
+
+    __slots__ = ("_rows", "_tiers", "_whole_tiers")
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self._tiers: set[str] = set()
+        self._whole_tiers: set[str] = set()
+
+    def add(self, order: Order) -> None:
+        self._tiers.add(order.source_tier)
+        if isinstance(order, Move):
+            rows = self._rows.setdefault((order.source_tier, order.source), [])
+            rows.append((order.source_offset, order.source_offset + order.num_tokens))
+        else:
+            self._whole_tiers.add(order.source_tier)
+
+    def meet(self, order: Order) -> bool:
+        """Say whether an order may write what was read."""
+        if isinstance(order, KeptBlocks) or order.destination_tier not in self._tiers:
+            return False
+        if isinstance(order, BlockMoves) or order.destination_tier in self._whole_tiers:
+            return True
+        begin, end = order.destination_offset, order.destination_offset + order.num_tokens
+        rows = self._rows.get((order.destination_tier, order.destination), [])
+        return any(begin < last and first < end for first, last in rows)
 
 
 class Keeper:

@@ -35,13 +35,15 @@ BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE = "by the manager", "after ea
 
 
 class FailingMemory(TokenMemory):
-    """An oracle that makes no copies while it is broken, and later those at which it has failed."""
+    """An oracle that fails after half of the copies while it is broken, and later makes those at which it has failed."""
 
     is_broken = has_failed = False
 
     def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
-        """Make copies, or fail."""
+        """Make copies, or half of them and fail."""
+        moves = list(moves)
         if self.is_broken:
+            super().perform(moves[: len(moves) // 2], late=True)
             self.has_failed = True
             raise OSError("the memory is broken")
         super().perform(moves, late=late or self.has_failed)
