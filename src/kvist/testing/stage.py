@@ -35,7 +35,7 @@ BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE = "by the manager", "after ea
 
 
 class FailingMemory(TokenMemory):
-    """An oracle that fails after half of the copies while it is broken, and later makes those at which it has failed."""
+    """An oracle that fails after half of the copies while it is broken, and later makes those that are left."""
 
     is_broken = has_failed = False
 
