@@ -1,5 +1,7 @@
 """Every error that Kvist raises: each says what was asked, what is true, and what to do."""
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -70,7 +72,12 @@ class LayoutError(KvistError, ValueError):
 
 
 class TransferError(KvistError, OSError):
-    """A copy failed: tier, key, cause."""
+    """A copy failed: tier, key, cause.
+
+    `sequences` lists the running ones that had to be suspended, since a copy that failed was to bring what they had.
+    """
+
+    sequences: tuple[Any, ...] = ()
 
 
 class WireError(KvistError, ValueError):

@@ -7,12 +7,12 @@ from itertools import groupby
 from secrets import randbits
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from numpy.typing import ArrayLike
 
 from kvist.config import CacheConfig
-from kvist.core import recurrent, restoring
+from kvist.core import failures, recurrent, restoring
 from kvist.core.arguments import as_count, as_counts
 from kvist.core.contents import Snapshot, contents_of, snapshot_of
 from kvist.core.events import Event
@@ -46,6 +46,10 @@ class Memory(Protocol):
         What it raises reaches the caller as a TransferError. A sequence that was being admitted or forked is ended
         again; after any other call the moves are kept, and made with those of the next call that needs some. Moves that
         write what others have read come in a call of their own, so that all of a call may be made again.
+
+        An error with `moves` says that these were not made, of this call or an earlier one, and all others were. Those
+        between tiers are not tried again: what they were to bring is forgotten, and running sequences that have it are
+        suspended. Then `forget(moves)`, if there is such a method, is told that their destinations are free.
         """
 
 
@@ -99,32 +103,59 @@ class KVCacheManager(CacheCore):
         if not state.moves or self.memory is None:
             return
         to_make = [state.moves] if len(state.moves) == 1 else repeatable_runs(state.moves)
-        num_made = 0
+        num_made, unmade, cause = 0, list[Move](), None
         try:
             for run in to_make:
-                self._carry_out(run)
+                unmade += self._carry_out(run)
                 num_made += 1
         except Exception as error:
-            state.moves = [order for run in to_make[num_made:] for order in run]
-            num_copies = len(one_by_one(state.moves))
-            recurrent.abandon_copies(state)
-            self._end(beam for sequence in new for beam in sequence.beams)
-            raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
-        state.moves = []
+            cause = error
+        state.moves = [order for run in to_make[num_made:] for order in run]
+        if cause is not None or unmade:
+            self._give_up(unmade, new, cause)
 
-    def _carry_out(self, orders: list[Order]) -> None:
-        """Make the copies, and hand blocks to stores in their place among them."""
-        assert self.memory is not None
+    def _carry_out(self, orders: list[Order]) -> list[Move]:
+        """Make the copies, and hand blocks to stores in their place among them; returns those said not to be made."""
         if self._link is None:
-            self.memory.perform(self._as_taken(orders))
-            return
+            return self._copy(orders)
+        unmade: list[Move] = []
         for is_kept, each in groupby(orders, lambda order: isinstance(order, KeptBlocks)):
             if not is_kept:
-                self.memory.perform(self._as_taken(list(each)))
+                unmade += self._copy(list(each))
                 continue
             for order in each:
                 assert isinstance(order, KeptBlocks)
                 self._link.keep(order)
+        return unmade
+
+    def _copy(self, orders: list[Order]) -> list[Move]:
+        """Make copies; returns those that the memory says it has not made, and raises if it does not say which."""
+        assert self.memory is not None
+        try:
+            self.memory.perform(self._as_taken(orders))
+        except TransferError as error:
+            unmade = getattr(error, "moves", None)
+            if not unmade:
+                raise
+            return list(unmade)
+        return []
+
+    def _give_up(self, unmade: list[Move], new: Iterable[Sequence], cause: Exception | None) -> NoReturn:
+        """End new sequences whose copies were not made, forget what is lost, and raise the TransferError."""
+        state = self._state
+        num_copies = len(unmade) + len(one_by_one(state.moves))
+        state.moves = [move for move in unmade if move.source_tier == move.destination_tier] + state.moves
+        recurrent.abandon_copies(state)
+        self._end(beam for sequence in new for beam in sequence.beams)
+        suspended = failures.forget_unmade(state, unmade) if unmade else []
+        forget = getattr(self.memory, "forget", None)
+        if forget is not None:
+            forget([move for move in unmade if move not in state.moves])
+        why = repr(cause) if cause is not None else f"{unmade[0]} and {len(unmade) - 1} more were not made"
+        rows = f"; suspended, since they had what is lost: {suspended}" if suspended else ""
+        error = TransferError(f"the memory could not make {num_copies} copies: {why}{rows}")
+        error.sequences = tuple(suspended)
+        raise error from cause
 
     def _as_taken(self, orders: list[Order]) -> list[Any]:
         """Return moves as the memory takes them: whole blocks one by one, unless it says that it takes many at once."""

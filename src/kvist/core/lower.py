@@ -290,6 +290,22 @@ class LowerTier:
         if extent.lower is not None:
             self._forget_below(extent)
 
+    def lose(self, extent: Extent, keep: int) -> None:
+        """Forget the blocks of an extent here but the first `keep`, which do not hold what they should, and all below.
+
+        Neither is offered to stores.
+        """
+        for child in (extent.children or {}).values():
+            self._forget_subtree(child)
+        extent.children = None
+        if extent.ticket:
+            self.queue.withdraw(extent)
+        if keep:
+            self._shrink(extent, keep)
+            self._offer(extent)
+        else:
+            self._offer(self._remove(extent))
+
     def _evict_below(self, extent: Extent) -> None:
         """Let go of all that hangs below an extent of the device, and offer it to stores."""
         for child in (extent.lower or {}).values():
@@ -300,14 +316,18 @@ class LowerTier:
     def _forget_below(self, extent: Extent) -> None:
         below, extent.lower = extent.lower, None
         for child in (below or {}).values():
-            for each in list(child.subtree()):
-                if each.ticket:
-                    self.queue.withdraw(each)
-                self._note_removed(each, 0, self.tree.reason)
-                self._give(each.blocks)
-                self.num_extents -= 1
-                self.num_evicted += each.num_blocks
-                each.parent = each.children = None
+            self._forget_subtree(child)
+
+    def _forget_subtree(self, extent: Extent) -> None:
+        """Give back an extent that hangs nowhere any more, and all below it."""
+        for each in list(extent.subtree()):
+            if each.ticket:
+                self.queue.withdraw(each)
+            self._note_removed(each, 0, self.tree.reason)
+            self._give(each.blocks)
+            self.num_extents -= 1
+            self.num_evicted += each.num_blocks
+            each.parent = each.children = None
 
     def _note_removed(self, extent: Extent, keep: int, reason: str) -> None:
         if self.tree.recorder is not None:

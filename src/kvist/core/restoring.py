@@ -168,7 +168,7 @@ def discard(state: CacheState, extent: Extent) -> None:
         node = node.parent
     state.tree.release(extent)
     for each in unfilled:
-        if each.parent is not None and not each.references and not each.children:
+        if each.key is not None and each.parent is not None and not each.references and not each.children:
             if state.lower is not None:
                 state.lower.forget_below(each)
             state.tree.discard(each)

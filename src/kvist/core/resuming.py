@@ -14,14 +14,17 @@ from kvist.errors import OutOfBlocks, SequenceError
 __all__ = ["check_suspended", "cheapest_first", "is_suspended", "release_gains", "resume", "rewind_anew", "suspend"]
 
 
-def suspend(state: CacheState, sequence: Sequence) -> None:
-    """Free what a sequence holds, and keep its tokens; what is computed stays reusable until it is evicted."""
+def suspend(state: CacheState, sequence: Sequence, *, publish: bool = True) -> None:
+    """Free what a sequence holds, and keep its tokens; what is computed stays reusable until it is evicted.
+
+    Unless it is not to be published, for it may be wrong.
+    """
     rows, row = state.rows, sequence.row
     if sequence._beams is not None:
         branches.leave_beams(state, sequence)
     tokens, version = rows.packed_tokens(sequence), rows.version.item(row)
     suspended = Suspended(tokens, rows.computed_of[row], sequence.num_encoder_tokens, version)
-    state.end(sequence, publish=True)
+    state.end(sequence, publish=publish)
     sequence._suspended = suspended
     state.suspended[sequence] = None
     state.counters.num_suspended += 1

@@ -545,6 +545,24 @@ class PrefixTree:
         """Count blocks that were evicted for the reason that holds now."""
         self.num_evicted[self.reason] += num_blocks
 
+    def disown(self, extent: Extent) -> None:
+        """Take a listed extent whose content is not there out of the tree, with all below it.
+
+        What sequences and pins hold stays theirs until they end, and nobody else finds it.
+        """
+        parent, below = extent.parent, list(extent.subtree())
+        assert parent is not None
+        if self.recorder is not None:
+            for each in reversed(below):
+                self.recorder.removed(each, 0, DEVICE, NOT_FILLED)
+        self._take_out(parent, extent)
+        self._unlist(below)
+        if not parent.children and not parent.references:
+            if parent.parent is None:
+                self._forget_if_empty(parent)
+            else:
+                self.offer(parent)
+
     def drop(self, namespace: Namespace) -> int:
         """Forget a namespace: free what is unreferenced, unlist the rest; returns how many blocks were freed."""
         root = self.roots.pop(namespace, None)
@@ -552,10 +570,14 @@ class PrefixTree:
             return 0
         if self.recorder is not None:
             self.recorder.cleared(namespace, DROPPED)
-        num_freed = 0
         for key in root.children or ():
             self.losses.forget_first(key)
-        for extent in list(root.subtree()):
+        return self._unlist(list(root.subtree()))
+
+    def _unlist(self, extents: list[Extent]) -> int:
+        """Let nobody find extents, which have no others below them; frees what is unreferenced, returns how much."""
+        num_freed = 0
+        for extent in extents:
             if extent.ticket:
                 self.queue.withdraw(extent)
             if self.lower is not None:
@@ -612,26 +634,30 @@ class PrefixTree:
 
     def _unlink(self, extent: Extent) -> Extent | None:
         """Take a listed leaf from its parent; return the parent if it is now a leaf that nobody holds."""
-        parent, key = extent.parent, extent.key
+        parent = extent.parent
         assert parent is not None
+        self._take_out(parent, extent)
+        extent.parent = None
+        if parent.children or parent.references:
+            return None
+        if parent.parent is None:
+            self._forget_if_empty(parent)
+            return None
+        return parent
+
+    def _take_out(self, parent: Extent, extent: Extent) -> None:
+        """Take an extent from the children of its parent."""
+        key = extent.key
         assert parent.children is not None
         assert key is not None
         del parent.children[key]
         parent.num_short_children -= len(key) < self.block_bytes
         if parent.order is not None:
             parent.order.remove(key)
-        extent.parent = None
         if parent.parent is None:
             self.losses.forget_first(key)
-        if parent.children:
-            return None
-        parent.children = parent.order = None
-        if parent.references:
-            return None
-        if parent.parent is None:
-            self._forget_if_empty(parent)
-            return None
-        return parent
+        if not parent.children:
+            parent.children = parent.order = None
 
     def forget_if_unused(self, extent: Extent) -> None:
         """Forget a root below which nothing is left in the lower tier, unless it has something on the device."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from kvist.core import restoring
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast
+from kvist.core.moves import Move
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import KvistError, TransferError, WireError
@@ -193,7 +194,7 @@ class _Feed:
 
     def left(self) -> dict[str, list[Any]]:
         """Return what the call did not ask for."""
-        return {what: values for what, values in self._outcome.items() if values and what != "memory"}
+        return {what: values for what, values in self._outcome.items() if values and what not in ("memory", "unmade")}
 
     def read_clock(self) -> float:
         """Return the next reading; beyond those of the journal, the last one."""
@@ -202,11 +203,12 @@ class _Feed:
             self._last_reading = readings.pop(0)
         return self._last_reading
 
-    def carry_out(self) -> None:
-        """Fail where the memory has failed."""
+    def carry_out(self) -> list[Move]:
+        """Fail where the memory has failed; returns the copies that it has not made."""
         index, self.num_carried_out = self.num_carried_out, self.num_carried_out + 1
         if index in self._outcome.get("memory", ()):
             raise OSError("the memory failed here when the journal was written")
+        return [Move(*move) for at, moves in self._outcome.get("unmade", ()) if at == index for move in moves]
 
     def stored(self) -> int:
         """Return how many blocks came from stores."""
@@ -234,8 +236,8 @@ class _Again(KVCacheManager):
             self.reset()
             self._link = _Shelves(feed)  # type: ignore[assignment]
 
-    def _carry_out(self, orders: list[Any]) -> None:
-        self._feed.carry_out()
+    def _carry_out(self, orders: list[Any]) -> list[Move]:
+        return self._feed.carry_out()
 
 
 class _Making:

@@ -7,9 +7,11 @@ is told: readings of the clock, failures of the memory, what came from stores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import wraps
 from typing import Any, Protocol
 
+from kvist.core.moves import Move
 from kvist.errors import SequenceError
 from kvist.manager import KVCacheManager
 
@@ -127,14 +129,17 @@ class Taps:
                 listener.rest()
         return result
 
-    def carry_out(self, method: Callable[..., None], orders: list[Any]) -> None:
-        """Let the memory make copies, and tell if it fails."""
+    def carry_out(self, method: Callable[..., list[Move]], orders: list[Any]) -> list[Move]:
+        """Let the memory make copies, and tell if it fails, or which it has not made."""
         index, self._num_carried_out = self._num_carried_out, self._num_carried_out + 1
         try:
-            method(self.manager, orders)
+            unmade = method(self.manager, orders)
         except Exception:
             self.note("memory", index)
             raise
+        if unmade:
+            self.note("unmade", [index, [list(astuple(move)) for move in unmade]])
+        return unmade
 
 
 def taps_of(manager: KVCacheManager) -> Taps:

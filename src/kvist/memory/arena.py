@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from kvist.memory.host import host_planes
 from kvist.memory.layout import BlockLayout, layouts, owner_of
 from kvist.memory.rows import BlockBytes, store
 from kvist.memory.storage import KVStorage, LayerStorage, StateStorage
-from kvist.memory.transfers import Copier, CpuDevice, CudaDevice, TransferManager
+from kvist.memory.transfers import Copier, CpuDevice, CudaDevice, MovesFailed, TransferManager
+from kvist.memory.transfers.orders import Order
 from kvist.memory.views import KVViews
 
 IntArray = npt.NDArray[np.integer] | Tensor
@@ -61,6 +62,7 @@ class TorchMemory:
         ]
         self._copier = Copier()
         self._host = host_planes(config, self.layouts, is_pinned=self.device.type == "cuda")
+        self._untold: list[tuple[Order, str]] = []
         self._transfers = TransferManager(
             CudaDevice(self.device) if self.device.type == "cuda" else CpuDevice(self._copier),
             self.layouts,
@@ -269,6 +271,7 @@ class TorchMemory:
             return self._read_host(group, _as_blocks(blocks))
         index = held.checked(_as_blocks(blocks))
         self.sync()
+        self._require_written(DEVICE, group, index.numpy())
         if self.device.type != "cpu":
             return held.read(index).cpu()
         rows = torch.zeros((len(index), held.layout.num_bytes), dtype=torch.uint8)
@@ -279,7 +282,7 @@ class TorchMemory:
         layout = self.layouts[group]
         if not self._host or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self._host[group][0])):
             raise ArgumentError(f"host memory has no blocks {index.tolist()} of group {group}")
-        self._transfers.wait_for(HOST, group, index.numpy())
+        self._require_written(HOST, group, index.numpy())
         rows = torch.zeros((len(index), layout.num_bytes), dtype=torch.uint8)
         self._copier.gather(self._host[group], layout, index.numpy(), rows)
         return rows
@@ -319,11 +322,38 @@ class TorchMemory:
         copied, for a move that names a tier, group, block or token that is not here, and `TransferError` for copies
         that failed.
         """
-        self._transfers.perform(moves)
+        untold, self._untold = self._untold, []
+        try:
+            self._transfers.perform(moves)
+        except MovesFailed as error:
+            raise MovesFailed([*untold, *error.failed]) from error
+        if untold:
+            raise MovesFailed(untold)
+
+    def forget(self, moves: Iterable[Move]) -> None:
+        """Take the destinations of moves that failed for free blocks: who takes them next writes before reading."""
+        for move in moves:
+            self._transfers.forget(move.destination_tier, move.group, [move.destination])
 
     def sync(self) -> None:
-        """Make the current stream wait for the moves made so far; the host does not wait. Does nothing on CPU."""
-        self._transfers.sync()
+        """Make the current stream wait for the moves made so far; the host does not wait. Does nothing on CPU.
+
+        Raises `TransferError` for copies that were found to have failed; the next `perform` names them again, for the
+        manager, which suspends the sequences that had what is lost.
+        """
+        try:
+            self._transfers.sync()
+        except MovesFailed as error:
+            self._untold += error.failed
+            raise
+
+    def _require_written(self, tier: str, group: int, blocks: npt.NDArray[np.int64]) -> None:
+        """Wait for blocks that are to be read on the host; raises `TransferError` for those that hold nothing."""
+        try:
+            self._transfers.require_written(tier, group, blocks)
+        except MovesFailed as error:
+            self._untold += error.failed
+            raise
 
     def _planes(self) -> list[Tensor]:
         return [plane for members in self._members for layer in members for plane in self._layers[layer].planes]

@@ -35,6 +35,7 @@ class MovesFailed(TransferError):
     """Some moves were not made; `moves` lists them. Their destinations hold nothing, all others what they should."""
 
     def __init__(self, failed: Sequence[tuple[Order, str]]) -> None:
+        self.failed = failed
         self.moves = [move for order, _ in failed for move in order.moves]
         first, cause = self.moves[0], failed[0][1]
         more = f", and {len(self.moves) - 1} more" if len(self.moves) > 1 else ""
@@ -163,6 +164,16 @@ class TransferManager:
         return not books.lost[block] and not any(
             ticket in self._started for ticket in self._hazards.writers(books, ids)
         )
+
+    def require_written(self, tier: str, group: int, blocks: Sequence[int] | Ids) -> None:
+        """Make the host wait for these blocks, as `wait_for` does, and raise TransferError if one holds nothing."""
+        self.wait_for(tier, group, blocks)
+        ids = np.asarray(blocks, np.int64)
+        lost = ids[self._books(tier, group).lost[ids]]
+        if len(lost):
+            raise TransferError(
+                f"blocks {lost.tolist()} of group {group} in {tier} hold nothing: a copy to them failed"
+            )
 
     def forget(self, tier: str, group: int, blocks: Sequence[int] | Ids) -> None:
         """Take blocks whose move failed for free ones: who takes them next writes before reading."""

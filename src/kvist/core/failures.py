@@ -1,0 +1,100 @@
+"""What is done about copies that could not be made: the content that they were to bring is forgotten, not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.core import resuming
+from kvist.core.extents import Extent
+from kvist.core.lower import DEVICE, HOST
+from kvist.core.moves import Move
+from kvist.core.sequences import Sequence
+from kvist.core.state import CacheState
+
+__all__ = ["forget_unmade"]
+
+Lost = dict[str, list[NDArray[np.int32]]]
+"""Ids of blocks that hold nothing, by tier and group."""
+
+
+def forget_unmade(state: CacheState, moves: Iterable[Move]) -> list[Sequence]:
+    """Forget what copies between tiers that were not made were to bring, in both tiers, with all that comes after it.
+
+    Running sequences that hold any of it are suspended, and returned: when they are resumed, they begin from what is
+    still there. So are those whose own block was to be copied from such a block.
+    """
+    moves = list(moves)
+    lost = _lost(state, moves)
+    if state.lower is not None:
+        for extent in state.lower.extents():
+            column = _first(extent, lost[HOST])
+            if column is not None and extent.parent is not None:
+                state.lower.lose(extent, column)
+    holders = _disown(state, lost[DEVICE])
+    sequences = []
+    while (sequence := _next_affected(state, holders, _fed_from(moves, lost[DEVICE]))) is not None:
+        own = state.own_blocks(sequence)
+        state.moves = [order for order in state.moves if not _fills(order, own)]
+        resuming.suspend(state, sequence, publish=False)
+        sequences.append(sequence)
+    return sequences
+
+
+def _lost(state: CacheState, moves: list[Move]) -> Lost:
+    lost: dict[str, list[list[int]]] = {tier: [[] for _ in state.spans] for tier in (DEVICE, HOST)}
+    for move in moves:
+        if move.source_tier != move.destination_tier:
+            lost[move.destination_tier][move.group].append(move.destination)
+    return {tier: [np.array(ids, np.int32) for ids in groups] for tier, groups in lost.items()}
+
+
+def _first(extent: Extent, lost: list[NDArray[np.int32]]) -> int | None:
+    """Return the first column of an extent in which a block is lost."""
+    columns = [np.flatnonzero(np.isin(own, ids)) for own, ids in zip(extent.blocks, lost, strict=True) if len(ids)]
+    return min((int(found[0]) for found in columns if len(found)), default=None)
+
+
+def _disown(state: CacheState, lost: list[NDArray[np.int32]]) -> set[Extent]:
+    """Take what is lost on the device out of the tree; returns the extents that have some of it, held ones too."""
+    found: set[Extent] = set()
+    if not any(map(len, lost)):
+        return found
+    for extent in state.all_extents():
+        column = _first(extent, lost)
+        if column is None:
+            continue
+        if extent.key is not None:
+            if column:
+                state.tree.split(extent, column)
+            state.tree.disown(extent)
+        found.add(extent)
+    return found
+
+
+def _fed_from(moves: list[Move], lost: list[NDArray[np.int32]]) -> set[tuple[int, int]]:
+    """Return the (group, block) of the device that were to be copied from such as are lost."""
+    within = [move for move in moves if move.source_tier == move.destination_tier]
+    return {(move.group, move.destination) for move in within if move.source in lost[move.group]}
+
+
+def _next_affected(state: CacheState, holders: set[Extent], fed: set[tuple[int, int]]) -> Sequence | None:
+    """Find a running sequence that holds one of some extents, or has one of some blocks for its own."""
+    for sequence in state.rows.running():
+        if sequence.leader is not None:
+            continue
+        node: Extent = sequence._extent
+        while node.parent is not None:
+            if node in holders:
+                return sequence
+            node = node.parent
+        own = state.own_blocks(sequence)
+        if any(block in own[group] for group, block in fed):
+            return sequence
+    return None
+
+
+def _fills(order: object, own: list[set[int]]) -> bool:
+    return isinstance(order, Move) and order.destination_tier == DEVICE and order.destination in own[order.group]
