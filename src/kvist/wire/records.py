@@ -3,6 +3,9 @@
 Every codec reads into these records and writes from them, so that what one protocol says can be said in another. A
 field that a protocol does not have is None, or empty. What only that protocol has is in `own`, which is None where
 there is nothing, and goes back out where the record is written in the same protocol.
+
+Records are values, and nothing changes them. They are not frozen, since one is made for each event, and making a frozen
+one with so many fields takes four times as long.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class BlockMedia:
     uuid: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Record:
     """What all records say: who sends it, as which of its events, and when.
 
@@ -69,7 +72,7 @@ class Record:
     own: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StoredBlocks(Record):
     """Blocks that follow one another, after the block called `parent`, can be hit in a tier from now on.
 
@@ -101,14 +104,14 @@ class StoredBlocks(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class MovedBlocks(StoredBlocks):
     """Blocks are in `tier` from now on, and in `source_tier` no more."""
 
     source_tier: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class RemovedBlocks(Record):
     """Blocks cannot be hit in a tier any more; `tier` None: in none that the protocol speaks of."""
 
@@ -123,7 +126,7 @@ class RemovedBlocks(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class UpdatedBlocks(Record):
     """Blocks have another tier, another priority, or both; what is the same as before is None."""
 
@@ -138,7 +141,7 @@ class UpdatedBlocks(Record):
     hash_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class AllCleared(Record):
     """All content is gone, or that of one `tier`, or of one `namespace`; None: of all of them."""
 
@@ -147,7 +150,7 @@ class AllCleared(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class CreatedPools(Record):
     """A group has room for so many blocks in each tier: `num_blocks` are (tier, number), from fast to slow."""
 
@@ -158,7 +161,7 @@ class CreatedPools(Record):
     block_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Unknown(Record):
     """An event of a kind that is not known here, as it was read: it is written again by `protocol` only."""
 
