@@ -15,7 +15,7 @@ import numpy as np
 
 from kvist.errors import ArgumentError, WireError
 from kvist.wire.hashes import media_digest
-from kvist.wire.narrowing import ByMedium
+from kvist.wire.narrowing import WithoutGroups
 from kvist.wire.records import (
     AllCleared,
     BlockMedia,
@@ -38,9 +38,9 @@ EVENT_FIELDS = {"event_id", "data", "dp_rank"}
 STORED_FIELDS = {"parent_hash", "blocks"}
 
 
-def narrowing(*, remembers: bool = False) -> ByMedium:
+def narrowing(*, remembers: bool = False) -> WithoutGroups:
     """Return what brings records into Dynamo's terms."""
-    return ByMedium(remembers=remembers)
+    return WithoutGroups(remembers=remembers)
 
 
 def encode(records: Iterable[Record], *, first_id: int = 0) -> list[dict[str, Any]]:

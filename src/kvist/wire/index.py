@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from numpy.typing import ArrayLike
 
+from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError
 from kvist.wire.hashes import HashChain, Scope, hash_query
 from kvist.wire.lookup import Lookup, Rule, Table, rule_of
@@ -94,7 +95,10 @@ class IndexStats:
 
 @dataclass(slots=True)
 class _Stream:
-    """One rank of a worker: its bits are `shift` .. `shift` + number of tiers - 1, its next event is `next_id`."""
+    """One rank of a worker: its bits are `shift` .. `shift` + number of tiers - 1, its next event is `next_id`.
+
+    `namespaces` are the names in each but (), as long as all that is stored tells its own.
+    """
 
     worker: str
     rank: int | None
@@ -104,6 +108,8 @@ class _Stream:
     is_stale: bool = False
     num_blocks: int = 0
     rules: dict[int, Rule] = field(default_factory=dict)
+    namespaces: dict[Namespace, set[Hash]] = field(default_factory=dict)
+    tells_namespaces: bool = True
 
 
 class PrefixIndex:
@@ -333,11 +339,17 @@ is_stale=False), Coverage(worker='b', rank=None, num_blocks=2, per_tier=(('devic
     def _take(self, stream: _Stream, record: Record) -> None:
         if isinstance(record, StoredBlocks):
             self._learn(stream, record)
+            if record.namespace is None:
+                stream.tells_namespaces = False
+            elif record.namespace:
+                stream.namespaces.setdefault(record.namespace, set()).update(record.hashes)
             self._set(stream, _group(record), record.tier, record.hashes)
             if isinstance(record, MovedBlocks) and record.source_tier not in (None, record.tier):
                 self._unset(stream, _group(record), record.source_tier, record.hashes)
         elif isinstance(record, RemovedBlocks):
             self._unset(stream, _group(record), record.tier, record.hashes)
+            if record.namespace:
+                self._leave(stream, record.namespace, record.hashes)
         elif isinstance(record, UpdatedBlocks):
             if record.tier is not None:
                 self._set(stream, _group(record), record.tier, record.hashes)
@@ -399,22 +411,45 @@ is_stale=False), Coverage(worker='b', rank=None, num_blocks=2, per_tier=(('devic
         self._num_unknown_tiers += len(hashes)
         return None
 
+    def _leave(self, stream: _Stream, namespace: Namespace, hashes: Sequence[Hash]) -> None:
+        """Let a namespace forget those blocks that the rank has nowhere any more."""
+        names = stream.namespaces.get(namespace)
+        if names is not None:
+            bits = (1 << len(self._tiers)) - 1 << stream.shift
+            tables = list(self._tables.values())
+            names.difference_update(each for each in hashes if not any(table.get(each, 0) & bits for table in tables))
+            if not names:
+                del stream.namespaces[namespace]
+
     def _clear(self, stream: _Stream, record: AllCleared) -> None:
-        """Forget all of a rank, or one tier of it; a namespace, which names of blocks do not tell, is all."""
-        if record.tier is None:
-            del self._streams[stream.worker, stream.rank]
-            self._retire(stream)
-            new = self._stream(stream.worker, stream.rank)
-            new.epoch, new.next_id, new.rules, new.is_stale = (
-                stream.epoch,
-                stream.next_id,
-                stream.rules,
-                stream.is_stale,
-            )
+        """Forget all of a rank, or one tier or namespace of it; all, too, where a namespace is not known to be one."""
+        namespace = record.namespace if stream.tells_namespaces else None
+        if record.tier is None and (namespace is None or (not namespace and not stream.namespaces)):
+            self._clear_all(stream)
             return
-        for (group, tier), names in self.blocks(stream.worker, rank=stream.rank).items():
-            if tier == record.tier:
-                self._unset(stream, group, tier, tuple(names))
+        if namespace:
+            chosen = stream.namespaces.get(namespace, set())
+            gone = [(group, tier, chosen) for group in self._tables for tier in self._tiers]
+        else:
+            others = set().union(*stream.namespaces.values()) if namespace is not None else set()
+            held = self.blocks(stream.worker, rank=stream.rank)
+            gone = [(group, tier, names - others) for (group, tier), names in held.items()]
+        for group, tier, names in gone:
+            if record.tier in (None, tier):
+                self._drop(stream, group, tier, names)
+        if record.tier is None and namespace:
+            stream.namespaces.pop(namespace, None)
+
+    def _clear_all(self, stream: _Stream) -> None:
+        del self._streams[stream.worker, stream.rank]
+        self._retire(stream)
+        new = self._stream(stream.worker, stream.rank)
+        new.epoch, new.next_id, new.rules, new.is_stale = stream.epoch, stream.next_id, stream.rules, stream.is_stale
+
+    def _drop(self, stream: _Stream, group: int, tier: str, names: set[Hash]) -> None:
+        """Take away those of some blocks that the rank has in a tier."""
+        table, bit = self._tables.get(group, {}), 1 << (stream.shift + self._tiers.index(tier))
+        self._unset(stream, group, tier, [each for each in names if table.get(each, 0) & bit])
 
 
 def _group(record: StoredBlocks | RemovedBlocks | UpdatedBlocks | CreatedPools) -> int:
