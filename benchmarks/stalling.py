@@ -132,9 +132,10 @@ def stalled_subscriber(publisher: ZmqPublisher) -> Iterator[subprocess.Popen[str
     command = [sys.executable, __file__, publisher.endpoint]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        wait_until(lambda: publisher.publish(b"") and bool(select.select([process.stdout], [], [], 0.01)[0]))
-        process.stdout.readline()
+        output = process.stdout
+        assert output is not None
+        wait_until(lambda: publisher.publish(b"") and bool(select.select([output.fileno()], [], [], 0.01)[0]))
+        output.readline()
         for _ in range(NUM_STUFFED):
             publisher.publish(STUFFING)
             wait_until(lambda: not publisher.stats().num_waiting)

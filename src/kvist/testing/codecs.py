@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvist.config import AttentionSpec, CacheConfig, StateSpec
+from kvist.config import AttentionSpec, CacheConfig, LayerSpec, StateSpec
 from kvist.core.contents import Contents
 from kvist.core.events import Event
 from kvist.errors import WireError
@@ -22,7 +22,7 @@ from kvist.testing.stage import require
 from kvist.tier_config import HostTier
 from kvist.wire.index import PrefixIndex
 from kvist.wire.naming import RunNames
-from kvist.wire.records import TIERS, Hash, Record, StoredBlocks
+from kvist.wire.records import TIERS, Hash, Record
 
 __all__ = ["EventCodecSuite"]
 
@@ -174,7 +174,11 @@ def _turned(message: bytes, chance: Random) -> bytes:
 
 def _history() -> tuple[list[Event], Contents]:
     """Return the events of a cache with a window, states and host memory, and what is cached in the end."""
-    layers = [AttentionSpec(1, 8), AttentionSpec(1, 8, sliding_window=6, sink_tokens=1), StateSpec([(16,)], "uint8", 4)]
+    layers: list[LayerSpec] = [
+        AttentionSpec(1, 8),
+        AttentionSpec(1, 8, sliding_window=6, sink_tokens=1),
+        StateSpec([(16,)], "uint8", 4),
+    ]
     config = CacheConfig(layers, 2, num_blocks=[24, 20, 12], tiers=[HostTier(num_blocks=8)], event_buffer=1000)
     manager, chance = KVCacheManager(config), Random(2)
     for _ in range(25):

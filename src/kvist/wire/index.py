@@ -339,17 +339,13 @@ is_stale=False), Coverage(worker='b', rank=None, num_blocks=2, per_tier=(('devic
     def _take(self, stream: _Stream, record: Record) -> None:
         if isinstance(record, StoredBlocks):
             self._learn(stream, record)
-            if record.namespace is None:
-                stream.tells_namespaces = False
-            elif record.namespace:
-                stream.namespaces.setdefault(record.namespace, set()).update(record.hashes)
+            self._enter(stream, record)
             self._set(stream, _group(record), record.tier, record.hashes)
             if isinstance(record, MovedBlocks) and record.source_tier not in (None, record.tier):
                 self._unset(stream, _group(record), record.source_tier, record.hashes)
         elif isinstance(record, RemovedBlocks):
             self._unset(stream, _group(record), record.tier, record.hashes)
-            if record.namespace:
-                self._leave(stream, record.namespace, record.hashes)
+            self._leave(stream, record)
         elif isinstance(record, UpdatedBlocks):
             if record.tier is not None:
                 self._set(stream, _group(record), record.tier, record.hashes)
@@ -411,15 +407,23 @@ is_stale=False), Coverage(worker='b', rank=None, num_blocks=2, per_tier=(('devic
         self._num_unknown_tiers += len(hashes)
         return None
 
-    def _leave(self, stream: _Stream, namespace: Namespace, hashes: Sequence[Hash]) -> None:
+    def _enter(self, stream: _Stream, record: StoredBlocks) -> None:
+        """Note which namespace blocks are in."""
+        if record.namespace is None:
+            stream.tells_namespaces = False
+        elif record.namespace:
+            stream.namespaces.setdefault(record.namespace, set()).update(record.hashes)
+
+    def _leave(self, stream: _Stream, record: RemovedBlocks) -> None:
         """Let a namespace forget those blocks that the rank has nowhere any more."""
-        names = stream.namespaces.get(namespace)
-        if names is not None:
+        names = stream.namespaces.get(record.namespace or ())
+        if names is not None and record.namespace is not None:
             bits = (1 << len(self._tiers)) - 1 << stream.shift
             tables = list(self._tables.values())
-            names.difference_update(each for each in hashes if not any(table.get(each, 0) & bits for table in tables))
+            gone = [each for each in record.hashes if not any(table.get(each, 0) & bits for table in tables)]
+            names.difference_update(gone)
             if not names:
-                del stream.namespaces[namespace]
+                del stream.namespaces[record.namespace]
 
     def _clear(self, stream: _Stream, record: AllCleared) -> None:
         """Forget all of a rank, or one tier or namespace of it; all, too, where a namespace is not known to be one."""

@@ -11,7 +11,7 @@ from typing import Any
 from kvist.errors import WireError
 from kvist.wire.msgpack import pack, unpack
 from kvist.wire.narrowing import ByMedium
-from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBlocks, Unknown, check, unsigned
+from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBlocks, Unknown, check, ints, unsigned
 
 __all__ = ["decode", "encode", "narrowing"]
 
@@ -160,7 +160,7 @@ def _read_stored(fields: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
     return StoredBlocks(
         **told,
         parent=None if parent is None else unsigned([parent], "parent_hash")[0],
-        tokens=tuple(check(tokens, "token_ids", (list, type(None))) or ()),
+        tokens=() if tokens is None else ints(tokens, "token_ids"),
         block_size=check(fields.get("block_size"), "block_size", (int, type(None))),
         start=check(fields.get("base_block_idx"), "base_block_idx", (int, type(None))),
         lora_name=check(fields.get("lora_name"), "lora_name", (str, type(None))),

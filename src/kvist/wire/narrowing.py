@@ -147,7 +147,7 @@ class ByMedium:
 
 
 class WithoutGroups(ByMedium):
-    """For protocols that know nothing of groups either: a block is where any group has it, until the last lets it go."""
+    """For protocols that know nothing of groups either: a block is there until the last group lets it go."""
 
     def __init__(self, *, remembers: bool = False) -> None:
         super().__init__(remembers=remembers)

@@ -61,29 +61,29 @@ class Recorder:
 
     def _stored(self, event: Stored, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s, None)
+            yield self._placed(event, first, end, time_s)
 
     def _moved(self, event: Moved, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s, event.source_tier)
+            yield self._placed(event, first, end, time_s)
 
-    def _placed(
-        self, event: Stored | Moved, first: int, end: int, time_s: float | None, source_tier: str | None
-    ) -> Record:
+    def _placed(self, event: Stored | Moved, first: int, end: int, time_s: float | None) -> Record:
         """Return a record of blocks that are in a tier now, with all that is needed to index them."""
         run, names, group = event.run, self._names, self._groups.get(event.group)
         size, scope = len(run.tokens) // run.num_blocks, names.scope(run.namespace)
         media, extra_ids = media_of(run, first, end) if run.marks or run.parent is not None else ((), ())
         content = run.tokens[first * size : end * size]
-        if isinstance(event, Stored):
-            kind, told = StoredBlocks, {"priorities": (event.priority,) * (end - first)}
-        else:
-            kind, told = MovedBlocks, {"source_tier": event.source_tier}
+        kind: type[StoredBlocks] = StoredBlocks if isinstance(event, Stored) else MovedBlocks
+        told: dict[str, Any] = (
+            {"priorities": (event.priority,) * (end - first)}
+            if isinstance(event, Stored)
+            else {"source_tier": event.source_tier}
+        )
         return kind(
             worker=self._worker, rank=self._rank, id=event.id, epoch=event.epoch, time_s=time_s,
             hashes=names.of(run, first, end), parent=names.before(run, first),
-            tokens=unpack(f"={len(content) // TOKEN_BYTES}i", content), block_size=size // TOKEN_BYTES, group=event.group,
-            tier=event.tier, start=run.start + first, kind=None if group is None else group.kind,
+            tokens=unpack(f"={len(content) // TOKEN_BYTES}i", content), block_size=size // TOKEN_BYTES,
+            group=event.group, tier=event.tier, start=run.start + first, kind=None if group is None else group.kind,
             window=None if group is None else group.window, extra_ids=extra_ids, media=media, lora_id=scope.lora_id,
             lora_name=scope.lora_name, salt=scope.salt, namespace=run.namespace, hash_name=names.hash_name,
             reason=event.reason, **told,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from kvist.errors import WireError
@@ -29,6 +30,8 @@ __all__ = [
     "Unknown",
     "UpdatedBlocks",
     "check",
+    "check_each",
+    "ints",
     "unsigned",
 ]
 
@@ -170,12 +173,32 @@ class Unknown(Record):
 
 
 def check(value: Any, field: str, expected: type | tuple[type, ...]) -> Any:
-    """Return a value that has the expected type; raise WireError, which names the field, for others and for bools."""
+    """Return a value that has the expected type; raise WireError, which names the field, for others and for bools.
+
+    Ints have 64 bits, with or without a sign, and floats are finite: no protocol has a word for others.
+    """
     if isinstance(value, bool) or not isinstance(value, expected):
         kinds = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join("nil" if each is type(None) else each.__name__ for each in kinds)
         raise WireError(f"{field}: expected {names}, got {_shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value <= WORD:
+        raise WireError(f"{field}: expected an int of 64 bits, got {_shown(value)}")
+    if isinstance(value, float) and not isfinite(value):
+        raise WireError(f"{field}: expected a number, got {value}")
     return value
+
+
+def check_each(values: Any, field: str, expected: type | tuple[type, ...]) -> list[Any]:
+    """Return the values of a list, each of the expected type; raise WireError as `check` does."""
+    return [check(each, field, expected) for each in check(values, field, list)]
+
+
+def ints(values: Any, field: str) -> tuple[int, ...]:
+    """Return a list of ints of 64 bits as a tuple; raise WireError for what is none."""
+    found = tuple(check(values, field, list))
+    if found and (set(map(type, found)) != {int} or min(found) < -(2**63) or max(found) > WORD):
+        check_each(list(found), field, int)
+    return found
 
 
 def unsigned(hashes: list[Any], field: str) -> tuple[Hash, ...]:

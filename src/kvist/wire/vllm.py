@@ -21,6 +21,8 @@ from kvist.wire.records import (
     StoredBlocks,
     Unknown,
     check,
+    check_each,
+    ints,
     unsigned,
 )
 
@@ -289,8 +291,12 @@ def _count(fields: dict[str, Any], field: str, name: str) -> int | None:
 
 
 def _tokens(fields: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Return the token ids; a pair, as drafting models have it, is kept as it is."""
-    return tuple(_list(fields, "token_ids", name))
+    """Return the token ids; a pair of them, as drafting models have it, is kept as it is."""
+    tokens = _list(fields, "token_ids", name)
+    for each in tokens:
+        if type(each) is not int:
+            ints(each if isinstance(each, list) else [each], f"{name}.token_ids")
+    return tuple(tokens)
 
 
 def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | None, ...] | None:
@@ -299,7 +305,8 @@ def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | Non
     keys = check(value, "BlockStored.extra_keys", list)
     if len(keys) != num_blocks:
         raise WireError(f"BlockStored.extra_keys: expected {num_blocks} entries, one a block, got {len(keys)}")
-    return tuple(None if each is None else tuple(map(_frozen, each)) for each in keys)
+    rows = check_each(keys, "BlockStored.extra_keys", (list, type(None)))
+    return tuple(None if each is None else tuple(map(_frozen, each)) for each in rows)
 
 
 def _frozen(value: Any) -> Any:
