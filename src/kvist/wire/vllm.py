@@ -94,7 +94,7 @@ def encode(
                 event.pop(ARRAY, None)
     stamp = first.time_s if first.time_s is not None else time_s or 0.0
     batch: list[Any] = [stamp, events, first.rank if first.rank is not None else rank]
-    return pack(batch + list((first.own or {}).get("batch", ())))
+    return pack(batch + list((first.own or {}).get("vllm batch", ())))
 
 
 def decode(payload: bytes, *, worker: str = "") -> list[Record]:
@@ -202,7 +202,7 @@ def read_batch(batch: Any, worker: str, dialect: Dialect) -> list[Record]:
     time_s = float(check(items[0], "batch time", (int, float)))
     rank = check(items[2], "batch rank", (int, type(None))) if len(items) > 2 else None
     told: dict[str, Any] = {"worker": worker, "rank": rank, "time_s": time_s}
-    more = {"batch": tuple(items[3:])} if len(items) > 3 else None
+    more = {f"{dialect.name} batch": tuple(items[3:])} if len(items) > 3 else None
     return [_record(event, told, dialect, more) for event in check(items[1], "batch events", list)]
 
 
