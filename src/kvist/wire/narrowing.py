@@ -23,7 +23,7 @@ from kvist.wire.records import (
     UpdatedBlocks,
 )
 
-__all__ = ["ByLevel", "ByMedium", "WithoutGroups"]
+__all__ = ["STORED_FIELDS", "ByLevel", "ByMedium", "WithoutGroups"]
 
 Stream = tuple[str, int | None]
 """A worker and its rank."""

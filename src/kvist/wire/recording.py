@@ -9,6 +9,7 @@ from typing import Any
 from kvist.core.events import Cleared, Created, Event, Moved, Removed, Stored, Updated
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.wire.naming import RunNames, media_of
+from kvist.wire.narrowing import STORED_FIELDS
 from kvist.wire.records import (
     AllCleared,
     CreatedPools,
@@ -61,32 +62,30 @@ class Recorder:
 
     def _stored(self, event: Stored, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s)
+            yield self._placed(event, first, end, time_s, (event.priority,) * (end - first))
 
     def _moved(self, event: Moved, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s)
+            placed = self._placed(event, first, end, time_s, ())
+            told = {name: getattr(placed, name) for name in STORED_FIELDS}
+            yield MovedBlocks(**told, source_tier=event.source_tier)
 
-    def _placed(self, event: Stored | Moved, first: int, end: int, time_s: float | None) -> Record:
+    def _placed(
+        self, event: Stored | Moved, first: int, end: int, time_s: float | None, priorities: tuple[int, ...]
+    ) -> StoredBlocks:
         """Return a record of blocks that are in a tier now, with all that is needed to index them."""
         run, names, group = event.run, self._names, self._groups.get(event.group)
         size, scope = len(run.tokens) // run.num_blocks, names.scope(run.namespace)
         media, extra_ids = media_of(run, first, end) if run.marks or run.parent is not None else ((), ())
         content = run.tokens[first * size : end * size]
-        kind: type[StoredBlocks] = StoredBlocks if isinstance(event, Stored) else MovedBlocks
-        told: dict[str, Any] = (
-            {"priorities": (event.priority,) * (end - first)}
-            if isinstance(event, Stored)
-            else {"source_tier": event.source_tier}
-        )
-        return kind(
+        return StoredBlocks(
             worker=self._worker, rank=self._rank, id=event.id, epoch=event.epoch, time_s=time_s,
             hashes=names.of(run, first, end), parent=names.before(run, first),
             tokens=unpack(f"={len(content) // TOKEN_BYTES}i", content), block_size=size // TOKEN_BYTES,
             group=event.group, tier=event.tier, start=run.start + first, kind=None if group is None else group.kind,
             window=None if group is None else group.window, extra_ids=extra_ids, media=media, lora_id=scope.lora_id,
             lora_name=scope.lora_name, salt=scope.salt, namespace=run.namespace, hash_name=names.hash_name,
-            reason=event.reason, **told,
+            reason=event.reason, priorities=priorities,
         )  # fmt: skip
 
     def _removed(self, event: Removed, time_s: float | None) -> Iterator[Record]:
