@@ -2,6 +2,7 @@
 
 Encoding: 1,000,000 blocks of 16 tokens, 64 of them an event, in vLLM's form. The reference does for each block what the
 field does, SHA-256 over a pickle, and encodes the same events from Python lists; the leanest form hashes bytes.
+Steps: an engine whose subscriber does not read, in another process, against one that nobody subscribes to.
 The index: 64 workers with 100,000 blocks each, a quarter of them shared. The reference keeps a set for each worker and
 tier, and looks blocks up in them one by one.
 """
@@ -24,7 +25,8 @@ from kvist.core.events import Run, Stored
 from kvist.core.identity import IdentityTable
 from kvist.wire import Encoder, PrefixIndex, Recorder, RunNames
 from kvist.wire.records import StoredBlocks
-from report import LEANEST, AtMost, Options, Row, main
+from report import LEANEST, AtMost, AtMostTimes, Options, Row, main
+from stalling import Turns, step_times_us
 
 BLOCK_SIZE = 16
 EVENT_BLOCKS = 64
@@ -43,16 +45,17 @@ class Sizes:
     num_workers: int
     worker_blocks: int
     times: int
+    turns: Turns
 
 
-FULL = Sizes(100_000, 10, 64, 100_000, 200)
-QUICK = Sizes(1_280, 2, 4, 2_000, 2)
+FULL = Sizes(100_000, 10, 64, 100_000, 200, Turns(40, 50))
+QUICK = Sizes(1_280, 2, 4, 2_000, 2, Turns(2, 5))
 
 
 def measure(options: Options) -> list[Row]:
     """W6: encode what is stored; then take it in, look it up, and weigh it."""
     sizes = QUICK if options.quick else FULL
-    return [*encoding_rows(sizes), *index_rows(sizes)]
+    return [*encoding_rows(sizes), stalled_row(sizes), *index_rows(sizes)]
 
 
 class Log:
@@ -105,6 +108,20 @@ def encoding_rows(sizes: Sizes) -> list[Row]:
         field(name=f"{name}, {SHORT_EVENT_BLOCKS} an event", value=us["kvist, short"]),
         known(name=f"{name}, {SHORT_EVENT_BLOCKS} an event, digests known", value=us["kvist, short, known"]),
     ]
+
+
+def stalled_row(sizes: Sizes) -> Row:
+    """An admission, an append to 64 rows and a commit, with everything published."""
+    stalled, alone, num_lost = step_times_us(sizes.turns)
+    return Row(
+        name="a step, events published to a subscriber that does not read",
+        value=stalled,
+        reference=alone,
+        reference_name="nobody subscribes",
+        unit="µs",
+        target=AtMostTimes(1.1),
+        note=f"which lost {num_lost:,} batches",
+    )
 
 
 def vllm_encoder() -> Encoder:

@@ -12,7 +12,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from kvist.errors import ArgumentError
+from kvist.errors import ArgumentError, WireError
 
 __all__ = ["add_commands"]
 
@@ -104,7 +104,10 @@ def tail(
     with _told(status=1):
         converter = None if target == "vllm" else Converter(target, remembers=target != "kvist")
         for batch in _received(endpoint, topic, count):
-            print(b64encode(batch).decode() if converter is None else _converted(converter, batch), flush=True)
+            try:
+                print(b64encode(batch).decode() if converter is None else _converted(converter, batch), flush=True)
+            except (WireError, ArgumentError) as error:  # of one batch; those that follow may be well
+                print(f"kvist: {error}", file=sys.stderr, flush=True)
 
 
 def replay(

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from kvist.cli import app
 from kvist.journal import Journal
-from kvist.wire import Encoder, Recorder
+from kvist.wire import Encoder, Recorder, vllm
+from kvist.wire.records import AllCleared
 from kvist.wire.zmq import ZmqPublisher
 
 
@@ -83,6 +84,24 @@ def test_tail_prints_what_a_publisher_sends():
         reader.join(0.05)
     publisher.close()
     assert [json.loads(line)["event"] for line in found[0].stdout.splitlines()][-1] == "stored"
+
+
+def test_tail_says_what_is_no_event_and_goes_on():
+    with ZmqPublisher("tcp://127.0.0.1:*") as publisher:
+        found, cleared = [], vllm.encode([AllCleared()])
+
+        def tail():
+            found.append(invoke("events", "tail", publisher.endpoint, "--to", "kvist", "--count", "4"))
+
+        reader = Thread(target=tail)
+        reader.start()
+        while reader.is_alive():
+            for each in (b"\xc1", cleared):
+                publisher.publish(each)
+            reader.join(0.05)
+    assert found[0].exit_code == 0
+    assert [json.loads(line)["event"] for line in found[0].stdout.splitlines()] == ["cleared"] * 2
+    assert found[0].stderr.count("kvist: payload: expected MessagePack") == 2
 
 
 @pytest.fixture

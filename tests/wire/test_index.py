@@ -258,6 +258,28 @@ def test_an_event_in_several_parts_is_taken_part_by_part():
     assert index.blocks("a") == {(0, "device"): {run.digests()[0], run.digests()[2]}}
 
 
+def test_a_namespace_that_is_cleared_leaves_the_others():
+    index = PrefixIndex()
+    tenant, other = ("tenant", 7), ("tenant", 8)
+    index.apply("a", [stored([1, 2], namespace=()), stored([3, 4], namespace=tenant), stored([5], namespace=other)])
+    index.apply("a", [stored([4], "host", namespace=tenant), removed([3], namespace=tenant)])
+    index.apply("a", [AllCleared(namespace=tenant)])
+    assert index.blocks("a") == {(0, "device"): {1, 2, 5}}
+    index.apply("a", [AllCleared(namespace=())])
+    assert index.blocks("a") == {(0, "device"): {5}}
+    index.apply("a", [stored([3], namespace=tenant), AllCleared()])
+    assert index.blocks("a") == {}
+    index.apply("a", [stored([6], namespace=tenant), AllCleared(namespace=other)])
+    assert index.blocks("a") == {(0, "device"): {6}}
+
+
+def test_where_blocks_have_come_without_a_namespace_clearing_one_clears_all():
+    """What they are in is not known, and a ghost is worse than a miss."""
+    index = PrefixIndex()
+    index.apply("a", [stored([1, 2]), stored([3], namespace=("tenant", 7)), AllCleared(namespace=("tenant", 7))])
+    assert index.blocks("a") == {}
+
+
 def test_B183_unknown_blocks_do_not_stop_a_removal():
     index = PrefixIndex()
     index.apply("a", [stored([1, 2]), removed([9, 1])])

@@ -154,9 +154,10 @@ def test_mooncakes_events_go_through():
               "lora_name": None, "tenant_id": "t", "backend_id": "b", "medium": "Disk", "dp_rank": 0}  # fmt: skip
     removed = common | {"event_type": "removed", "group_id": None, "seq_hashes": [], "base_block_idx": None,
                         "object_key": "m@tp_rank:0@00ff", "tp_rank": 0}  # fmt: skip
-    records = mooncake.decode(pack([2000, [removed, common | {"event_type": "pinned"}], None]))
+    records = mooncake.decode(pack([2000, [removed, common | {"event_type": "pinned"}], None, "later"]))
     assert (records[0].hashes, records[0].tier, records[0].time_s) == ((255,), "disk", 2.0)
-    again = unpack(mooncake.encode(records))[1]
+    _, again, _, later = unpack(mooncake.encode(records))
+    assert later == "later"
     assert again == [removed | {"seq_hashes": [255]}, common | {"event_type": "pinned"}]
 
 

@@ -1,5 +1,6 @@
 """The publisher as vLLM-style subscribers see it. The client is written from vLLM's protocol, and knows no more."""
 
+import socket
 import threading
 from collections import Counter
 
@@ -393,6 +394,43 @@ def test_a_subscriber_that_reconnects_replays_what_it_has_missed(publisher, subs
         worker.step()
     assert settled(worker, subscriber) == worker.index
     assert subscriber.num_gaps == 1
+
+
+def test_subscribers_that_reconnect_100_times_miss_nothing_in_the_end(publisher, subscribe):
+    worker, subscriber = Worker(publisher), subscribe(publisher)
+    settled(worker, subscriber)
+    for number in range(100):
+        subscriber.socket.disconnect(publisher.endpoint)
+        if number % 2:
+            worker.step()
+        subscriber.socket.connect(publisher.endpoint)
+        worker.step()
+    while subscriber.receive(20) is None:
+        worker.step()
+    assert settled(worker, subscriber) == worker.index
+
+
+@pytest.mark.parametrize(
+    "attack", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\xff" + bytes(8) + b"\x01\x7f" + b"\0" * 100]
+)
+def test_what_speaks_no_zmq_hurts_nobody(publisher, subscribe, attack):
+    worker, subscriber = Worker(publisher), subscribe(publisher)
+    settled(worker, subscriber)
+    for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(attack)
+            worker.run(20)
+    assert settled(worker, subscriber) == worker.index
+
+
+def test_a_request_too_long_to_be_one_ends_its_own_connection_only(publisher, subscribe):
+    worker, rude, subscriber = Worker(publisher), subscribe(publisher), subscribe(publisher)
+    settled(worker, subscriber)
+    rude.replay.send_multipart([b"", bytes(1 << 24)])
+    worker.run(20)
+    assert settled(worker, subscriber) == worker.index
+    assert len(subscriber.replayed(0)) == worker.num_batches
 
 
 def test_B177_a_publisher_that_restarts_numbers_from_0_and_a_subscriber_that_forgets_then_is_right(subscribe):

@@ -68,7 +68,8 @@ class Run:
         for each in reversed(waiting):
             done = len(each._digests)
             before = each._digests[-1] if done else each._before()
-            each._digests += each._chain.extend(before, each.tokens[done * each._chain.block_bytes :])
+            tokens = each.tokens[done * each._chain.block_bytes :] if done else each.tokens
+            each._digests += each._chain.extend_tokens(before, tokens)
         return self._digests
 
     def _before(self) -> bytes:

@@ -16,6 +16,7 @@ from kvist.memory.arena import TorchMemory
 from kvist.serve.layers import ModelLayers
 from kvist.serve.loading import Loading, PrefillRate, num_prefill_tokens
 from kvist.serve.model import max_positions, named, supported_layers
+from kvist.serve.observing import NO_OBSERVER, EngineObserver
 from kvist.serve.runner import Runner
 from kvist.serve.sampling import Sampler, SamplingParams, choose_tokens
 from kvist.serve.scheduler import Chunk, FinishReason, Request, Scheduler
@@ -111,6 +112,8 @@ class Engine:
     computes at most `max_step_tokens` tokens, prompts in chunks. The model is used in evaluation mode and otherwise
     left as it is, so it can be used directly between steps. One thread at a time may call an engine.
 
+    An `observer` is told of requests and steps; `kvist.wire.engine_spans.EngineSpans` makes spans of them.
+
     With tiers on disk or in the network, what they have of the first waiting prompts is fetched ahead: a request waits
     for it, for as long as the tiers' time limit, and others run. What would take longer to load than to compute is
     computed; the engine measures how fast that goes. Such an engine is to be closed.
@@ -126,7 +129,9 @@ class Engine:
         *,
         max_step_tokens: int = 512,
         clock: Callable[[], float] = time.perf_counter,
+        observer: EngineObserver = NO_OBSERVER,
     ) -> None:
+        self._observer = observer
         self.model = model.eval()
         layers = supported_layers(model)
         _check_geometry(model, layers, config)
@@ -172,6 +177,7 @@ class Engine:
         self.scheduler.submit(request)
         generation = Generation(request, Sampler(sampling), self._clock())
         self._generations[request] = generation
+        self._observer.submitted(request)
         if self._loading is not None:
             self._loading.begin(self.scheduler.waiting)
         return generation
@@ -188,12 +194,14 @@ class Engine:
         chunks = self._plan()
         if not chunks:
             return []
+        self._observer.began(chunks)
         began = self._clock() if self._loading is not None else 0.0
         computed = self._runner.compute(chunks)
         samplers = [self._generations[chunk.request]._sampler for chunk in chunks if chunk.is_last]
         tokens = choose_tokens(computed.logits, samplers)
         computed.store()
         grown = self.scheduler.complete(chunks, tokens)
+        self._observer.computed(chunks)
         now = self._clock()
         if self._loading is not None:
             self.manager.prefill_tokens_per_s = self._prefill_rate.note(chunks, now - began)
@@ -247,6 +255,7 @@ class Engine:
         self.scheduler.abort(generation._request)
         if self._generations.pop(generation._request, None) is not None:
             generation._finished_s = self._clock()
+            self._observer.ended(generation._request)
 
     def close(self) -> None:
         """Abort all requests, write what tiers still wait for, and close these; without such, it need not be called."""

@@ -13,12 +13,14 @@ from kvist.testing.stores import StoreSuite
 from kvist.testing.token_memory import Prefixes, TokenMemory, WrongContents
 
 if TYPE_CHECKING:
+    from kvist.testing.codecs import EventCodecSuite
     from kvist.testing.fake_device import FakeDevice
     from kvist.testing.machine import CacheMachine, cache_configs, cache_machine
 
 __all__ = [
     "CacheMachine",
     "Crash",
+    "EventCodecSuite",
     "FakeDevice",
     "Fault",
     "FaultyFiles",
@@ -37,6 +39,7 @@ _NEEDS = {
     "CacheMachine": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
     "cache_configs": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
     "cache_machine": ("machine", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
+    "EventCodecSuite": ("codecs", "hypothesis", "Hypothesis: pip install 'kvist[testing]'"),
     "FakeDevice": ("fake_device", "torch", "torch: pip install 'kvist[torch]'"),
 }
 """Names that need an optional package: their module, the package, and how it is had."""

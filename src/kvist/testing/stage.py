@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvist.config import CacheConfig
 from kvist.core.contents import Contents, contents_of
+from kvist.core.events import Event, Moved, Stored
 from kvist.core.extents import Namespace
+from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Pin, PrefixMatch
 from kvist.core.moves import Move
 from kvist.core.sequences import Sequence, Sequences
@@ -104,12 +106,30 @@ class Stage(RuleBasedStateMachine):
         recorder = self.manager._state.recorder
         if recorder is None:
             return
-        require(
-            self.contents.follow([*Subscription.poll(self.manager.events), *recorder.take()]), "an event is missing"
-        )
+        events = [*Subscription.poll(self.manager.events), *recorder.take()]
+        for event in events:
+            self.every_parent_is_there(event)
+            require(self.contents.follow([event]), "an event is missing")
         actual = contents_of(self.manager._state)
         told, found = self.contents.blocks, actual.blocks
         require(self.contents.digest() == actual.digest(), f"events tell {told}, cached are {found}")
+        self.events_told(events, actual)
+
+    def every_parent_is_there(self, event: Event) -> None:
+        """Prove of blocks that are stored that a group which keeps everything has the block before them.
+
+        Where that group has them itself, the one before is in the same tier or a faster one.
+        """
+        full = [group for group, spec in enumerate(self.config.groups) if spec.kind == "full"]
+        if not full or not isinstance(event, Stored | Moved) or event.parent is None:
+            return
+        tiers = (DEVICE,) if (event.group in full and event.tier == DEVICE) else (DEVICE, HOST)
+        places = self.contents.blocks.get(event.namespace, {})
+        is_there = any(event.parent in places.get((tier, group), ()) for tier in tiers for group in full)
+        require(is_there, f"{event}: the block before it is in none of {tiers}")
+
+    def events_told(self, events: list[Event], cached: Contents) -> None:
+        """Do more with the events of a step, and with what is cached after it: for machines that go further."""
 
     @invariant()
     def every_sequence_is_what_it_should_be(self) -> None:

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from kvist.core.events import Event
-from kvist.errors import ArgumentError, WireError
+from kvist.errors import ArgumentError, KvistError, WireError
 from kvist.wire.recording import Recorder
 from kvist.wire.records import Record
 
@@ -67,7 +67,18 @@ class Converter:
         self._num_said = 0
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """Return a message of these records: a batch, lines, or a JSON array."""
+        """Return a message of these records: a batch, lines, or a JSON array.
+
+        Raises ArgumentError for values that the format cannot say, such as ints of more than 64 bits in MessagePack.
+        """
+        try:
+            return self._message(records)
+        except KvistError:
+            raise
+        except (IndexError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise ArgumentError(f"a value cannot be said in this format: {error}") from error
+
+    def _message(self, records: Iterable[Record]) -> bytes:
         if self._narrowing is None:
             lines: str = self._encode(records)
             return lines.encode()

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvist.errors import ArgumentError, WireError
 from kvist.wire.hashes import media_digest
-from kvist.wire.narrowing import ByMedium
+from kvist.wire.narrowing import WithoutGroups
 from kvist.wire.records import (
     AllCleared,
     BlockMedia,
@@ -25,6 +25,8 @@ from kvist.wire.records import (
     StoredBlocks,
     Unknown,
     check,
+    check_each,
+    ints,
     unsigned,
 )
 
@@ -38,9 +40,9 @@ EVENT_FIELDS = {"event_id", "data", "dp_rank"}
 STORED_FIELDS = {"parent_hash", "blocks"}
 
 
-def narrowing(*, remembers: bool = False) -> ByMedium:
+def narrowing(*, remembers: bool = False) -> WithoutGroups:
     """Return what brings records into Dynamo's terms."""
-    return ByMedium(remembers=remembers)
+    return WithoutGroups(remembers=remembers)
 
 
 def encode(records: Iterable[Record], *, first_id: int = 0) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ def loads(text: str | bytes, *, worker: str = "") -> list[Record]:
     """Return the records of the text of an event or of a JSON array of them; errors as in `decode`."""
     try:
         events = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"events: expected JSON, got {text[:40]!r}: {error}") from error
     return decode(events, worker=worker)
 
@@ -99,7 +101,10 @@ def tokens_hashes(tokens: Sequence[int], block_size: int, media: Sequence[Sequen
         from xxhash import xxh3_64_intdigest
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("hashes of tokens need xxhash: pip install 'kvist[disk]'", name=error.name) from error
-    content, size = np.asarray(tokens, "<u4").tobytes(), 4 * block_size
+    try:
+        content, size = np.asarray(tokens, "<u4").tobytes(), 4 * block_size
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ArgumentError(f"Dynamo hashes token ids of 32 bits: {error}") from error
     found = []
     for column, begin in enumerate(range(0, len(content) - size + 1, size)):
         marks = sorted(_media_hash(each) for each in media[column]) if media else []
@@ -229,5 +234,9 @@ def _read_media(info: Any) -> tuple[BlockMedia, ...]:
     found = []
     for each in check(check(info, "mm_extra_info", dict).get("mm_objects"), "mm_objects", list):
         key = check(check(each, "mm_objects", dict).get("mm_hash"), "mm_hash", int)
-        found += [BlockMedia(key, begin, end - begin) for begin, end in check(each.get("offsets"), "offsets", list)]
+        for pair in check_each(each.get("offsets"), "offsets", list):
+            if len(pair) != 2:
+                raise WireError(f"offsets: expected pairs, got {pair!r:.60}")
+            begin, end = ints(pair, "offsets")
+            found.append(BlockMedia(key, begin, end - begin))
     return tuple(found)

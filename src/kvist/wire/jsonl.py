@@ -1,14 +1,15 @@
 """Kvist's own form of events: a JSON object a line, which has all that records have.
 
-Bytes are `{"bytes": hex}` where text could stand as well, and names of blocks are ints or hex digits. A field that has
-nothing to say is left out; one that is not known here goes through.
+Bytes are `{"bytes": hex}` where text could stand as well, numbers that JSON lacks `{"float": "nan"}`, and names of
+blocks are ints or hex digits. A field that has nothing to say is left out; one that is not known here goes through.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
+from math import isfinite
 from typing import Any
 
 from kvist.errors import WireError
@@ -24,6 +25,8 @@ from kvist.wire.records import (
     Unknown,
     UpdatedBlocks,
     check,
+    check_each,
+    ints,
     unsigned,
 )
 
@@ -43,6 +46,7 @@ _DEFAULTS = {
     kind: {each.name: None if each.default is MISSING else each.default for each in fields(kind)}
     for kind in KINDS.values()
 }
+_RUNS_OF_INTS = ("tokens", "priorities", "extra_ids")
 _OPTIONAL_INTS = (
     "rank",
     "id",
@@ -56,6 +60,12 @@ _OPTIONAL_INTS = (
     "priority",
 )
 _TEXTS = ("worker", "tier", "source_tier", "kind", "lora_name", "locality", "hash_name", "reason", "protocol")
+_PLAIN: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_OPTIONAL_INTS, (int, type(None))),
+    **dict.fromkeys(_TEXTS, (str, type(None))),
+    "time_s": (int, float, type(None)),
+    "salt": (str, int, type(None)),
+}
 
 
 def encode(records: Iterable[Record]) -> str:
@@ -70,7 +80,10 @@ def decode(lines: str | bytes | Iterable[str | bytes], *, worker: str = "") -> l
     """
     if isinstance(lines, (str, bytes)):
         lines = lines.splitlines()
-    return [_record(line, worker) for line in lines if line.strip()]
+    try:
+        return [_record(line, worker) for line in lines if line.strip()]
+    except RecursionError as error:
+        raise WireError("line: expected a JSON object, got one that is nested too deep") from error
 
 
 def _object(record: Record) -> dict[str, Any]:
@@ -109,8 +122,10 @@ def _plain(value: Any) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": repr(value)}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and value.keys() - {"bytes", "map"}:
+        if all(isinstance(key, str) for key in value) and value.keys() - {"bytes", "float", "map"}:
             return {key: _plain(each) for key, each in value.items()}
         return {"map": [[_plain(key), _plain(each)] for key, each in value.items()]}
     return value
@@ -123,8 +138,10 @@ def _restored(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"bytes"}:
             return _bytes(value["bytes"], "bytes")
+        if value.keys() == {"float"}:
+            return _float(value["float"])
         if value.keys() == {"map"}:
-            return {_restored(key): _restored(each) for key, each in check(value["map"], "map", list)}
+            return dict(map(_pair, check_each(value["map"], "map", list)))
         return {key: _restored(each) for key, each in value.items()}
     return value
 
@@ -152,22 +169,87 @@ def _record(line: str | bytes, worker: str) -> Record:
 
 def _value(field: str, value: Any) -> Any:
     """Return the value of a field, checked."""
-    if field in ("hashes", "parent"):
-        names = check(value, field, list) if field == "hashes" else [value]
-        found = unsigned([_bytes(each, field) if isinstance(each, str) else each for each in names], field)
-        return found if field == "hashes" else found[0]
-    if field == "media":
-        rows = [[check(each, field, dict) for each in check(row, field, list)] for row in check(value, field, list)]
-        return tuple(
-            tuple(BlockMedia(**{key: _restored(each) for key, each in item.items()}) for item in row) for row in rows
-        )
-    if field in _OPTIONAL_INTS:
-        return check(value, field, (int, type(None)))
-    if field in _TEXTS:
-        return check(value, field, (str, type(None)))
-    if field in ("tokens", "priorities", "extra_ids", "num_blocks", "extra_keys"):
-        return _restored(check(value, field, list))
-    return _restored(value)
+    if field in _RUNS_OF_INTS:
+        return ints(value, field)
+    if field in _PLAIN:
+        return check(value, field, _PLAIN[field])
+    reader = _READERS.get(field)
+    return _restored(value) if reader is None else reader(value, field)
+
+
+def _read_hashes(value: Any, field: str) -> tuple[Hash, ...]:
+    names = check(value, field, list)
+    return unsigned([_bytes(each, field) if isinstance(each, str) else each for each in names], field)
+
+
+def _read_parent(value: Any, field: str) -> Hash:
+    return _read_hashes([value], field)[0]
+
+
+def _read_rows_of_media(value: Any, field: str) -> tuple[tuple[BlockMedia, ...], ...]:
+    rows = [check_each(row, field, dict) for row in check_each(value, field, list)]
+    return tuple(tuple(map(_read_media, row)) for row in rows)
+
+
+def _read_pools(value: Any, field: str) -> tuple[tuple[str, int], ...]:
+    return tuple(map(_read_pool, check_each(value, field, list)))
+
+
+def _read_extra_keys(value: Any, field: str) -> Any:
+    return _restored(check_each(value, field, (list, type(None))))
+
+
+def _read_namespace(value: Any, field: str) -> tuple[str | int | bytes, ...] | None:
+    parts = check(value, field, (list, type(None)))
+    return None if parts is None else tuple(check_each(list(_restored(parts)), field, (str, int, bytes)))
+
+
+def _read_own(value: Any, field: str) -> Any:
+    return _restored(check(value, field, dict))
+
+
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "hashes": _read_hashes,
+    "parent": _read_parent,
+    "media": _read_rows_of_media,
+    "num_blocks": _read_pools,
+    "extra_keys": _read_extra_keys,
+    "namespace": _read_namespace,
+    "own": _read_own,
+}
+
+
+def _read_pool(pair: list[Any]) -> tuple[str, int]:
+    """Return a tier and how many blocks it has."""
+    if len(pair) != 2:
+        raise WireError(f"num_blocks: expected a tier and a number, got {pair!r:.60}")
+    return check(pair[0], "num_blocks", str), check(pair[1], "num_blocks", int)
+
+
+def _read_media(item: dict[str, Any]) -> BlockMedia:
+    """Return media; what else is told of them is not known here, and left out."""
+    return BlockMedia(
+        check(_restored(item.get("key")), "media.key", (str, int, bytes)),
+        check(item.get("offset", 0), "media.offset", int),
+        check(item.get("length"), "media.length", (int, type(None))),
+        check(item.get("uuid"), "media.uuid", (str, type(None))),
+    )
+
+
+def _pair(pair: list[Any]) -> tuple[Any, Any]:
+    try:
+        key, value = map(_restored, pair)
+        hash(key)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"map: expected a key and a value, got {pair!r:.60}") from error
+    return key, value
+
+
+def _float(text: Any) -> float:
+    try:
+        return float(check(text, "float", str))
+    except ValueError as error:
+        raise WireError(f"float: expected nan, inf or -inf, got {text!r:.60}") from error
 
 
 def _bytes(text: Any, field: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 from kvist.errors import WireError
 from kvist.wire.msgpack import pack, unpack
 from kvist.wire.narrowing import ByMedium
-from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBlocks, Unknown, check, unsigned
+from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBlocks, Unknown, check, ints, unsigned
 
 __all__ = ["decode", "encode", "narrowing"]
 
@@ -59,17 +59,19 @@ def encode(
             events.append(record.raw)
         number = first_id + len(events) if record.id is None else record.id
         events += _events(record, context, round(stamp * 1000), number)
-    return pack([round(stamp * 1000), events, first.rank if first.rank is not None else rank])
+    batch = [round(stamp * 1000), events, first.rank if first.rank is not None else rank]
+    return pack(batch + list((first.own or {}).get("mooncake batch", ())))
 
 
 def decode(payload: bytes, *, worker: str = "") -> list[Record]:
     """Return the records of a batch; raises WireError for what is none."""
     items = check(unpack(payload), "batch", list)
-    if len(items) != 3:
+    if len(items) < 3:
         raise WireError(f"batch: expected [time, events, rank], got {len(items)} values")
     time_s = check(items[0], "batch time", int) / 1000
     rank = check(items[2], "batch rank", (int, type(None)))
-    return [_record(each, worker, rank, time_s) for each in check(items[1], "batch events", list)]
+    more = {"mooncake batch": tuple(items[3:])} if len(items) > 3 else {}
+    return [_record(each, worker, rank, time_s, more) for each in check(items[1], "batch events", list)]
 
 
 def _events(record: Record, context: dict[str, str], stamp: int, number: int) -> list[dict[str, Any]]:
@@ -123,15 +125,15 @@ def _hex(name: Hash) -> str:
     return name.hex() if isinstance(name, bytes) else f"{name:016x}"
 
 
-def _record(event: Any, worker: str, rank: int | None, time_s: float) -> Record:
+def _record(event: Any, worker: str, rank: int | None, time_s: float, more: dict[str, Any]) -> Record:
     fields = check(event, "event", dict)
     kind = check(fields.get("event_type"), "event_type", str)
     number = check(fields.get("event_id"), "event_id", int)
     told: dict[str, Any] = {"worker": worker, "rank": rank, "id": number, "time_s": time_s}
     if kind not in KNOWN:
-        return Unknown(**told, protocol="mooncake", raw=event)
+        return Unknown(**told, protocol="mooncake", raw=event, own=more or None)
     own = {key: value for key, value in fields.items() if key not in KNOWN[kind] or key in CONTEXT}
-    told["own"] = {"mooncake": own} if own else None
+    told["own"] = {"mooncake": own, **more}
     if kind == "cleared":
         return AllCleared(**told)
     medium = check(fields.get("medium"), "medium", str)
@@ -160,7 +162,7 @@ def _read_stored(fields: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
     return StoredBlocks(
         **told,
         parent=None if parent is None else unsigned([parent], "parent_hash")[0],
-        tokens=tuple(check(tokens, "token_ids", (list, type(None))) or ()),
+        tokens=() if tokens is None else ints(tokens, "token_ids"),
         block_size=check(fields.get("block_size"), "block_size", (int, type(None))),
         start=check(fields.get("base_block_idx"), "base_block_idx", (int, type(None))),
         lora_name=check(fields.get("lora_name"), "lora_name", (str, type(None))),

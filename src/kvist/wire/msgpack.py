@@ -26,7 +26,7 @@ def unpack(payload: bytes | memoryview) -> Any:
     """Decode plain values; raise WireError for what is not MessagePack."""
     try:
         return _unpack(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(
             f"payload: expected MessagePack, got {len(payload)} bytes of something else: {error}"
         ) from error

@@ -23,7 +23,7 @@ from kvist.wire.records import (
     UpdatedBlocks,
 )
 
-__all__ = ["ByLevel", "ByMedium"]
+__all__ = ["STORED_FIELDS", "ByLevel", "ByMedium", "WithoutGroups"]
 
 Stream = tuple[str, int | None]
 """A worker and its rank."""
@@ -144,6 +144,52 @@ class ByMedium:
                     yield _removal(record, tuple(hashes), group, tier)
         else:
             yield replace(record, namespace=None, tier=None)
+
+
+class WithoutGroups(ByMedium):
+    """For protocols that know nothing of groups either: a block is there until the last group lets it go."""
+
+    def __init__(self, *, remembers: bool = False) -> None:
+        super().__init__(remembers=remembers)
+        self._groups: dict[tuple[Stream, str | None], dict[Hash, set[int | None]]] = {}
+
+    def narrow(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Yield what takes the place of each record."""
+        for record in super().narrow(records):
+            if isinstance(record, StoredBlocks):
+                yield from self._first(record)
+            elif isinstance(record, RemovedBlocks):
+                yield from self._last(record)
+            else:
+                if isinstance(record, AllCleared):
+                    self._forget_all((record.worker, record.rank))
+                yield record
+
+    def _first(self, record: StoredBlocks) -> Iterator[Record]:
+        """Yield a store of those blocks that no other group has in this tier."""
+        groups, new = self._groups.setdefault(((record.worker, record.rank), record.tier), {}), []
+        for column, each in enumerate(record.hashes):
+            holders = groups.setdefault(each, set())
+            if not holders - {record.group}:
+                new.append(column)
+            holders.add(record.group)
+        yield from _stored_runs(record, new)
+
+    def _last(self, record: RemovedBlocks) -> Iterator[Record]:
+        """Yield a removal of those blocks that no other group has in this tier, also of those that are not known."""
+        groups, gone = self._groups.get(((record.worker, record.rank), record.tier), {}), []
+        for each in record.hashes:
+            holders = groups.get(each, set())
+            holders.discard(record.group)
+            if not holders:
+                groups.pop(each, None)
+                gone.append(each)
+        if gone:
+            yield record if len(gone) == len(record.hashes) else replace(record, hashes=tuple(gone))
+
+    def _forget_all(self, stream: Stream) -> None:
+        for key in [key for key in self._groups if key[0] == stream]:
+            del self._groups[key]
 
 
 class ByLevel:

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvist.core.events import Cleared, Created, Event, Moved, Removed, Stored, Updated
 from kvist.core.tokens import TOKEN_BYTES
-from kvist.wire.naming import NO_SCOPE, RunNames, media_of
+from kvist.wire.naming import RunNames, media_of
+from kvist.wire.narrowing import STORED_FIELDS
 from kvist.wire.records import (
     AllCleared,
     CreatedPools,
@@ -61,36 +62,31 @@ class Recorder:
 
     def _stored(self, event: Stored, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s, None)
+            yield self._placed(event, first, end, time_s, (event.priority,) * (end - first))
 
     def _moved(self, event: Moved, time_s: float | None) -> Iterator[Record]:
         for first, end in _stretches(event.first, event.end, event.columns):
-            yield self._placed(event, first, end, time_s, event.source_tier)
+            placed = self._placed(event, first, end, time_s, ())
+            told = {name: getattr(placed, name) for name in STORED_FIELDS}
+            yield MovedBlocks(**told, source_tier=event.source_tier)
 
     def _placed(
-        self, event: Stored | Moved, first: int, end: int, time_s: float | None, source_tier: str | None
-    ) -> Record:
+        self, event: Stored | Moved, first: int, end: int, time_s: float | None, priorities: tuple[int, ...]
+    ) -> StoredBlocks:
         """Return a record of blocks that are in a tier now, with all that is needed to index them."""
         run, names, group = event.run, self._names, self._groups.get(event.group)
-        size = len(run.tokens) // run.num_blocks
+        size, scope = len(run.tokens) // run.num_blocks, names.scope(run.namespace)
+        media, extra_ids = media_of(run, first, end) if run.marks or run.parent is not None else ((), ())
         content = run.tokens[first * size : end * size]
-        told: dict[str, Any] = {
-            "worker": self._worker, "rank": self._rank, "id": event.id, "epoch": event.epoch, "time_s": time_s,
-            "hashes": names.of(run, first, end), "parent": names.before(run, first),
-            "tokens": unpack(f"={len(content) // TOKEN_BYTES}i", content), "block_size": size // TOKEN_BYTES,
-            "group": event.group, "tier": event.tier, "start": run.start + first, "namespace": run.namespace,
-            "hash_name": names.hash_name, "reason": event.reason,
-        }  # fmt: skip
-        if run.marks or run.parent is not None:
-            told["media"], told["extra_ids"] = media_of(run, first, end)
-        scope = names.scope(run.namespace)
-        if scope is not NO_SCOPE:
-            told |= {"lora_id": scope.lora_id, "lora_name": scope.lora_name, "salt": scope.salt}
-        if group is not None:
-            told["kind"], told["window"] = group.kind, group.window
-        if isinstance(event, Stored):
-            return StoredBlocks(**told, priorities=(event.priority,) * (end - first))
-        return MovedBlocks(**told, source_tier=source_tier)
+        return StoredBlocks(
+            worker=self._worker, rank=self._rank, id=event.id, epoch=event.epoch, time_s=time_s,
+            hashes=names.of(run, first, end), parent=names.before(run, first),
+            tokens=unpack(f"={len(content) // TOKEN_BYTES}i", content), block_size=size // TOKEN_BYTES,
+            group=event.group, tier=event.tier, start=run.start + first, kind=None if group is None else group.kind,
+            window=None if group is None else group.window, extra_ids=extra_ids, media=media, lora_id=scope.lora_id,
+            lora_name=scope.lora_name, salt=scope.salt, namespace=run.namespace, hash_name=names.hash_name,
+            reason=event.reason, priorities=priorities,
+        )  # fmt: skip
 
     def _removed(self, event: Removed, time_s: float | None) -> Iterator[Record]:
         group = self._groups.get(event.group)

@@ -3,12 +3,16 @@
 Every codec reads into these records and writes from them, so that what one protocol says can be said in another. A
 field that a protocol does not have is None, or empty. What only that protocol has is in `own`, which is None where
 there is nothing, and goes back out where the record is written in the same protocol.
+
+Records are values, and nothing changes them. They are not frozen, since one is made for each event, and making a frozen
+one with so many fields takes four times as long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from kvist.errors import WireError
@@ -26,6 +30,8 @@ __all__ = [
     "Unknown",
     "UpdatedBlocks",
     "check",
+    "check_each",
+    "ints",
     "unsigned",
 ]
 
@@ -53,7 +59,7 @@ class BlockMedia:
     uuid: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Record:
     """What all records say: who sends it, as which of its events, and when.
 
@@ -69,7 +75,7 @@ class Record:
     own: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StoredBlocks(Record):
     """Blocks that follow one another, after the block called `parent`, can be hit in a tier from now on.
 
@@ -101,14 +107,14 @@ class StoredBlocks(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class MovedBlocks(StoredBlocks):
     """Blocks are in `tier` from now on, and in `source_tier` no more."""
 
     source_tier: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class RemovedBlocks(Record):
     """Blocks cannot be hit in a tier any more; `tier` None: in none that the protocol speaks of."""
 
@@ -123,7 +129,7 @@ class RemovedBlocks(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class UpdatedBlocks(Record):
     """Blocks have another tier, another priority, or both; what is the same as before is None."""
 
@@ -138,7 +144,7 @@ class UpdatedBlocks(Record):
     hash_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class AllCleared(Record):
     """All content is gone, or that of one `tier`, or of one `namespace`; None: of all of them."""
 
@@ -147,7 +153,7 @@ class AllCleared(Record):
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class CreatedPools(Record):
     """A group has room for so many blocks in each tier: `num_blocks` are (tier, number), from fast to slow."""
 
@@ -158,7 +164,7 @@ class CreatedPools(Record):
     block_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Unknown(Record):
     """An event of a kind that is not known here, as it was read: it is written again by `protocol` only."""
 
@@ -167,12 +173,32 @@ class Unknown(Record):
 
 
 def check(value: Any, field: str, expected: type | tuple[type, ...]) -> Any:
-    """Return a value that has the expected type; raise WireError, which names the field, for others and for bools."""
+    """Return a value that has the expected type; raise WireError, which names the field, for others and for bools.
+
+    Ints have 64 bits, with or without a sign, and floats are finite: no protocol has a word for others.
+    """
     if isinstance(value, bool) or not isinstance(value, expected):
         kinds = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join("nil" if each is type(None) else each.__name__ for each in kinds)
         raise WireError(f"{field}: expected {names}, got {_shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value <= WORD:
+        raise WireError(f"{field}: expected an int of 64 bits, got {_shown(value)}")
+    if isinstance(value, float) and not isfinite(value):
+        raise WireError(f"{field}: expected a number, got {value}")
     return value
+
+
+def check_each(values: Any, field: str, expected: type | tuple[type, ...]) -> list[Any]:
+    """Return the values of a list, each of the expected type; raise WireError as `check` does."""
+    return [check(each, field, expected) for each in check(values, field, list)]
+
+
+def ints(values: Any, field: str) -> tuple[int, ...]:
+    """Return a list of ints of 64 bits as a tuple; raise WireError for what is none."""
+    found = tuple(check(values, field, list))
+    if found and (set(map(type, found)) != {int} or min(found) < -(2**63) or max(found) > WORD):
+        check_each(list(found), field, int)
+    return found
 
 
 def unsigned(hashes: list[Any], field: str) -> tuple[Hash, ...]:

@@ -50,7 +50,7 @@ def encode(records: Sequence[Record], *, time_s: float | None = None, rank: int 
     events = [as_array(event, SGLANG) for event in events_of(map(_outward, records), SGLANG)]
     stamp = first.time_s if first.time_s is not None else time_s or 0.0
     rank = first.rank if first.rank is not None else rank
-    batch: list[Any] = [stamp, events, rank, *(first.own or {}).get("batch", ())]
+    batch: list[Any] = [stamp, events, rank, *(first.own or {}).get("sglang batch", ())]
     return pack(batch if batch[2:] != [None] else batch[:2])
 
 

@@ -22,6 +22,9 @@ class Span(Protocol):
     def event(self, name: str, **attributes: Value) -> None:
         """Say that something has happened now."""
 
+    def child(self, name: str, **attributes: Value) -> Span:
+        """Return a span that is a part of this one, and which its caller ends."""
+
     def end(self, error: BaseException | None = None) -> None:
         """End it, for an error if there is one; ending twice is fine."""
 
@@ -46,6 +49,9 @@ class _NoSpan:
 
     def event(self, name: str, **attributes: Value) -> None:
         pass
+
+    def child(self, name: str, **attributes: Value) -> _NoSpan:
+        return self
 
     def end(self, error: BaseException | None = None) -> None:
         pass
@@ -81,16 +87,22 @@ NO_TRACING: Tracing = _NoTracing()
 class _RecordedSpan:
     """A span of OpenTelemetry."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_span", "_tracer")
 
-    def __init__(self, span: Any) -> None:
-        self._span = span
+    def __init__(self, span: Any, tracer: Any) -> None:
+        self._span, self._tracer = span, tracer
 
     def note(self, **attributes: Value) -> None:
         self._span.set_attributes(_named(attributes))
 
     def event(self, name: str, **attributes: Value) -> None:
         self._span.add_event(name, _named(attributes))
+
+    def child(self, name: str, **attributes: Value) -> _RecordedSpan:
+        from opentelemetry.trace import set_span_in_context
+
+        inside = set_span_in_context(self._span)
+        return _RecordedSpan(self._tracer.start_span(name, context=inside, attributes=_named(attributes)), self._tracer)
 
     def end(self, error: BaseException | None = None) -> None:
         if not self._span.is_recording():
@@ -113,11 +125,11 @@ class OpenTelemetryTracing:
     def span(self, name: str, **attributes: Value) -> Iterator[Span]:
         """Return a span around a `with` block; an exception that leaves it is recorded."""
         with self._tracer.start_as_current_span(name, attributes=_named(attributes)) as span:
-            yield _RecordedSpan(span)
+            yield _RecordedSpan(span, self._tracer)
 
     def begin(self, name: str, **attributes: Value) -> Span:
         """Return a span that its caller ends; it is a child of the current one."""
-        return _RecordedSpan(self._tracer.start_span(name, attributes=_named(attributes)))
+        return _RecordedSpan(self._tracer.start_span(name, attributes=_named(attributes)), self._tracer)
 
 
 def tracing(name: str = "kvist") -> Tracing:

@@ -21,6 +21,8 @@ from kvist.wire.records import (
     StoredBlocks,
     Unknown,
     check,
+    check_each,
+    ints,
     unsigned,
 )
 
@@ -92,7 +94,7 @@ def encode(
                 event.pop(ARRAY, None)
     stamp = first.time_s if first.time_s is not None else time_s or 0.0
     batch: list[Any] = [stamp, events, first.rank if first.rank is not None else rank]
-    return pack(batch + list((first.own or {}).get("batch", ())))
+    return pack(batch + list((first.own or {}).get("vllm batch", ())))
 
 
 def decode(payload: bytes, *, worker: str = "") -> list[Record]:
@@ -200,7 +202,7 @@ def read_batch(batch: Any, worker: str, dialect: Dialect) -> list[Record]:
     time_s = float(check(items[0], "batch time", (int, float)))
     rank = check(items[2], "batch rank", (int, type(None))) if len(items) > 2 else None
     told: dict[str, Any] = {"worker": worker, "rank": rank, "time_s": time_s}
-    more = {"batch": tuple(items[3:])} if len(items) > 3 else None
+    more = {f"{dialect.name} batch": tuple(items[3:])} if len(items) > 3 else None
     return [_record(event, told, dialect, more) for event in check(items[1], "batch events", list)]
 
 
@@ -289,8 +291,12 @@ def _count(fields: dict[str, Any], field: str, name: str) -> int | None:
 
 
 def _tokens(fields: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Return the token ids; a pair, as drafting models have it, is kept as it is."""
-    return tuple(_list(fields, "token_ids", name))
+    """Return the token ids; a pair of them, as drafting models have it, is kept as it is."""
+    tokens = _list(fields, "token_ids", name)
+    for each in tokens:
+        if type(each) is not int:
+            ints(each if isinstance(each, list) else [each], f"{name}.token_ids")
+    return tuple(tokens)
 
 
 def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | None, ...] | None:
@@ -299,7 +305,8 @@ def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | Non
     keys = check(value, "BlockStored.extra_keys", list)
     if len(keys) != num_blocks:
         raise WireError(f"BlockStored.extra_keys: expected {num_blocks} entries, one a block, got {len(keys)}")
-    return tuple(None if each is None else tuple(map(_frozen, each)) for each in keys)
+    rows = check_each(keys, "BlockStored.extra_keys", (list, type(None)))
+    return tuple(None if each is None else tuple(map(_frozen, each)) for each in rows)
 
 
 def _frozen(value: Any) -> Any:
