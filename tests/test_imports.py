@@ -70,9 +70,14 @@ LAYERS = {
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
+    "lab": Layer(
+        {"", "lab", "journal", "wire", "planning", "manager", "core", *VALUES},
+        {"numpy", "tokenizers", "zstandard", "matplotlib", "pyarrow", "rich"},
+    ),
+    "cli_lab": Layer({"", "lab", "planning", "serve", "manager", "core", *VALUES}, {"numpy", "typer", "rich"}),
     "cli_events": Layer({"wire", "journal", *VALUES}, {"typer", "zmq"}),
     "cli": Layer(
-        {"", "cli", "cli_events", "planning", "serve", "manager", "memory", "core", *VALUES},
+        {"", "cli", "cli_events", "cli_lab", "planning", "serve", "manager", "memory", "core", *VALUES},
         {"numpy", "transformers", "typer", "rich"},
     ),
 }

@@ -1,0 +1,262 @@
+"""Values of trace files, plain, gz or zst, one at a time; no line is held that is longer than a line may be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from kvist.errors import TraceError, WireError
+from kvist.lab.traces.fields import Malformed
+from kvist.lab.traces.problems import Problems
+
+__all__ = ["MAX_LINE_BYTES", "Source", "created", "opened"]
+
+T = TypeVar("T")
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A line (or a value of a JSON array) that is longer is malformed. It could have 6 million token ids."""
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+PIECE_BYTES = 1 << 16
+NUM_HEADS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that is being read, and where its problems go."""
+
+    path: Path
+    problems: Problems
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that are not blank, with their numbers."""
+        with opened(self.path) as file:
+            for number, line in enumerate(_bounded_lines(file), 1):
+                if len(line) > MAX_LINE_BYTES:
+                    self.add(number, "line too long", f"more than {MAX_LINE_BYTES:,} bytes")
+                elif line.strip():
+                    yield number, line
+
+    def values(self) -> Iterator[tuple[int, Any]]:
+        """Yield the JSON values: one a line, or those of one array, however it is laid out."""
+        if first_byte(self.path) == b"[":
+            yield from self._array_values()
+            return
+        for number, line in self.lines():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                self.add(number, "no JSON", f"{error}, in {line[:60]!r}")
+            else:
+                yield number, value
+
+    def heads(self) -> Iterator[tuple[int, Any]]:
+        """Yield the first values, JSON or else lines as they are, without complaint; enough to tell what this is."""
+        if first_byte(self.path) == b"[":
+            yield from islice(self._array_values(), NUM_HEADS)
+            return
+        for number, line in islice(self.lines(), NUM_HEADS):
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, line
+
+    def objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the JSON objects, with their lines."""
+        for number, value in self.values():
+            if isinstance(value, dict):
+                yield number, value
+            else:
+                self.add(number, "no JSON object", f"got {value!r:.60}")
+
+    def each(self, read: Callable[[dict[str, Any], int], T]) -> Iterator[T]:
+        """Yield what `read(object, line)` makes of each object; those for which it raises Malformed are problems."""
+        for number, value in self.objects():
+            with self.trying(number):
+                yield read(value, number)
+
+    @contextmanager
+    def trying(self, line: int) -> Iterator[None]:
+        """Make a problem of this line of a Malformed or a WireError that is raised within."""
+        try:
+            yield
+        except Malformed as error:
+            self.add(line, error.reason, error.detail)
+        except WireError as error:
+            self.add(line, "not of this protocol", str(error))
+
+    def add(self, line: int, reason: str, detail: str = "") -> None:
+        """Count a problem of this file, or raise it as TraceError."""
+        self.problems.add(str(self.path), line, reason, detail)
+
+    def _array_values(self) -> Iterator[tuple[int, Any]]:
+        """Yield the values of an array that is the whole file, holding one value at a time.
+
+        What is no JSON inside of it ends it, since nothing says where the next value begins.
+        """
+        with opened(self.path) as file:
+            decoder = json.JSONDecoder()
+            pieces = _Pieces(file)
+            pieces.skip(b"[")
+            while pieces.ahead() not in (b"]", b""):
+                line = pieces.line
+                try:
+                    value = pieces.value(decoder)
+                except ValueError as error:
+                    self.add(line, "no JSON", f"in an array: {error}")
+                    return
+                yield line, value
+                pieces.skip(b",")
+            if pieces.ahead() == b"":
+                self.add(pieces.line, "no JSON", "the array has no end")
+
+
+class _Pieces:
+    """Text of which the beginning is held, enough for the value that is being read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._text = ""
+        self._left = b""
+        self._at = 0
+        self.line = 1
+
+    def ahead(self) -> bytes:
+        """Return the next byte that is no space, b"" at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at].isspace():
+                self.line += self._text[self._at] == "\n"
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at].encode()
+            if not self._more(PIECE_BYTES):
+                return b""
+
+    def skip(self, expected: bytes) -> None:
+        """Go past this byte, if it comes next."""
+        if self.ahead() == expected:
+            self._at += 1
+
+    def value(self, decoder: json.JSONDecoder) -> Any:
+        """Return the value that begins here; more is read until it is whole."""
+        value, end = None, -1
+        while end < 0:
+            try:
+                value, end = decoder.raw_decode(self._text, self._at)
+                if end == len(self._text) and self._more(PIECE_BYTES):  # a number may go on
+                    end = -1
+            except json.JSONDecodeError:
+                held = len(self._text) - self._at
+                if held > MAX_LINE_BYTES or not self._more(max(PIECE_BYTES, held)):
+                    raise
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
+        return value
+
+    def _more(self, num_bytes: int) -> bool:
+        """Let go of what was read, and hold more; returns whether there was any."""
+        piece = self._file.read(num_bytes)
+        whole = self._left + piece
+        cut = len(whole) if not piece else _whole_characters(whole)
+        self._text, self._at = self._text[self._at :] + whole[:cut].decode("utf-8", "replace"), 0
+        self._left = whole[cut:]
+        return bool(piece)
+
+
+def _whole_characters(content: bytes) -> int:
+    """Return how many bytes are whole characters of UTF-8: a last one that is cut off is left for later."""
+    for back in range(1, min(4, len(content)) + 1):
+        byte = content[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(content) - back if needed > back else len(content)
+        if byte < 0x80:
+            break
+    return len(content)
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield lines; of one that is too long only its beginning, one byte longer than it may be."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+
+
+def first_byte(path: Path) -> bytes:
+    """Return the first byte of the content that is no space, b"" if there is none."""
+    with opened(path) as file:
+        while piece := file.read(PIECE_BYTES):
+            if found := piece.lstrip().removeprefix(b"\xef\xbb\xbf")[:1]:
+                return found
+    return b""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; its first bytes say whether it is gz or zst.
+
+    Raises TraceError where it cannot be read, or is damaged.
+    """
+    try:
+        with path.open("rb") as raw:
+            head = raw.read(4)
+            raw.seek(0)
+            with _decompressed(raw, head) as file:
+                yield file
+    except _damages() as error:
+        raise TraceError(f"cannot be read: {error}", file=str(path)) from error
+
+
+@contextmanager
+def created(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing; gz or zst if its name ends so. A gz has no time in it: same content, same bytes."""
+    with path.open("wb") as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
+                yield cast("BinaryIO", packed)
+        elif path.suffix in (".zst", ".zstd"):
+            with _zstandard().ZstdCompressor().stream_writer(raw, closefd=False) as packed:
+                yield packed
+        else:
+            yield raw
+
+
+@contextmanager
+def _decompressed(raw: BinaryIO, head: bytes) -> Iterator[BinaryIO]:
+    if head.startswith(GZIP):
+        with gzip.GzipFile(fileobj=raw, mode="rb") as file:
+            yield cast("BinaryIO", file)
+    elif head == ZSTD:
+        from io import BufferedReader
+
+        reader = _zstandard().ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        with BufferedReader(reader, PIECE_BYTES) as file:
+            yield file
+    else:
+        yield raw
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ModuleNotFoundError as missing:
+        raise TraceError("a .zst needs zstandard; pip install 'kvist[lab]'") from missing
+    return zstandard
+
+
+def _damages() -> tuple[type[Exception], ...]:
+    """Return what reading raises where a file is missing, cut off or damaged."""
+    found: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        return found
+    return (*found, zstandard.ZstdError)
