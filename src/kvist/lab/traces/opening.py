@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvist.errors import ArgumentError, TraceError
 from kvist.lab.traces.forms import FORMS, Form, Reading
-from kvist.lab.traces.ordering import by_arrival
+from kvist.lab.traces.ordering import by_arrival, from_first
 from kvist.lab.traces.problems import OnError, Problems
 from kvist.lab.traces.requests import Request
 from kvist.lab.traces.streams import Source
@@ -36,8 +36,10 @@ class FileTrace:
         self.problems = Problems(self._on_error)
         source = Source(self.path, self.problems)
         requests = iter(self._form.read(source, self._reading))
-        if self._form.may_be_unsorted:
+        if not self._form.is_sorted:
             requests = by_arrival(requests, self.problems, self.path)
+        if self._form.counts_from_first:
+            requests = from_first(requests)
         return islice(requests, self._limit)
 
     def __repr__(self) -> str:

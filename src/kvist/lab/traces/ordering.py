@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from heapq import heappop, heappush
 from pathlib import Path
 
 from kvist.lab.traces.problems import Problems
 from kvist.lab.traces.requests import HashedPrompt, Request
 
-__all__ = ["by_arrival"]
+__all__ = ["by_arrival", "from_first"]
 
 WINDOW_REQUESTS, WINDOW_BYTES = 8192, 64 * 2**20
 
@@ -73,6 +74,14 @@ def by_arrival(
             yield given
     while window:
         yield window.pop()
+
+
+def from_first(requests: Iterable[Request]) -> Iterator[Request]:
+    """Yield requests with arrivals that count from the first one."""
+    first_s: float | None = None
+    for request in requests:
+        first_s = request.arrival_s if first_s is None else first_s
+        yield replace(request, arrival_s=request.arrival_s - first_s)
 
 
 def _bytes_of(request: Request) -> int:

@@ -50,8 +50,9 @@ class TokenPrompt:
 class HashedPrompt:
     """Ids of blocks of `block_size` tokens, `[ceil(num_tokens / block_size)]`, the last one perhaps partly filled.
 
-    An id stands for a block and all before it. Ids with another `salt` are others: those that are local to a session
-    have a salt of their own.
+    Where a trace names full blocks only, there are `floor` instead of `ceil`, and the rest is known by its length. An
+    id stands for a block and all before it. Ids with another `salt` are others: those that are local to a session have
+    a salt of their own.
     """
 
     hash_ids: NDArray[np.int64]
@@ -72,6 +73,9 @@ class HashedPrompt:
         with np.errstate(over="ignore"):
             salt = _mixed(np.array([self.salt & (2**64 - 1)], np.uint64) + GOLDEN)
             seeds = _mixed(self.hash_ids.astype(np.int64, copy=False).view(np.uint64) * GOLDEN + salt)
+            if len(seeds) * self.block_size < self.num_tokens:
+                last = seeds[-1:] if len(seeds) else salt
+                seeds = np.append(seeds, _mixed(last ^ np.uint64(self.num_tokens)))
             counters = np.arange(1, self.block_size + 1, dtype=np.uint64) * GOLDEN
             drawn = _mixed((seeds[:, None] + counters).ravel()[: self.num_tokens])
         return (drawn >> np.uint64(33)).astype(np.int32)

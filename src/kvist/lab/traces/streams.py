@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, TypeVar, cast
 
 from kvist.errors import TraceError, WireError
 from kvist.lab.traces.fields import Malformed
 from kvist.lab.traces.problems import Problems
 
-__all__ = ["MAX_LINE_BYTES", "Source", "created", "opened"]
+__all__ = ["MAX_LINE_BYTES", "Source", "created", "first_byte", "opened", "uncompressed"]
 
 T = TypeVar("T")
 
@@ -81,6 +83,12 @@ class Source:
             with self.trying(number):
                 yield read(value, number)
 
+    def each_of(self, read: Callable[[dict[str, Any], int], Iterable[T]]) -> Iterator[T]:
+        """Yield all that `read(object, line)` makes of each object; what raises Malformed is a problem."""
+        for number, value in self.objects():
+            with self.trying(number):
+                yield from read(value, number)
+
     @contextmanager
     def trying(self, line: int) -> Iterator[None]:
         """Make a problem of this line of a Malformed or a WireError that is raised within."""
@@ -96,25 +104,27 @@ class Source:
         self.problems.add(str(self.path), line, reason, detail)
 
     def _array_values(self) -> Iterator[tuple[int, Any]]:
-        """Yield the values of an array that is the whole file, holding one value at a time.
+        """Yield the values of arrays, one after another, that are the whole file, holding one value at a time.
 
-        What is no JSON inside of it ends it, since nothing says where the next value begins.
+        What is no JSON inside of one ends the file, since nothing says where the next value begins.
         """
+        decoder = json.JSONDecoder()
         with opened(self.path) as file:
-            decoder = json.JSONDecoder()
             pieces = _Pieces(file)
-            pieces.skip(b"[")
-            while pieces.ahead() not in (b"]", b""):
-                line = pieces.line
-                try:
-                    value = pieces.value(decoder)
-                except ValueError as error:
-                    self.add(line, "no JSON", f"in an array: {error}")
-                    return
-                yield line, value
-                pieces.skip(b",")
-            if pieces.ahead() == b"":
-                self.add(pieces.line, "no JSON", "the array has no end")
+            while pieces.skip(b"["):
+                while pieces.ahead() not in (b"]", b""):
+                    line = pieces.line
+                    try:
+                        value = pieces.value(decoder)
+                    except (ValueError, RecursionError) as error:
+                        self.add(line, "no JSON", f"in an array: {error}")
+                        return
+                    yield line, value
+                    pieces.skip(b",")
+                if not pieces.skip(b"]"):
+                    self.add(pieces.line, "no JSON", "the array has no end")
+            if pieces.ahead():
+                self.add(pieces.line, "no JSON", "something follows the array")
 
 
 class _Pieces:
@@ -138,10 +148,12 @@ class _Pieces:
             if not self._more(PIECE_BYTES):
                 return b""
 
-    def skip(self, expected: bytes) -> None:
-        """Go past this byte, if it comes next."""
-        if self.ahead() == expected:
-            self._at += 1
+    def skip(self, expected: bytes) -> bool:
+        """Go past this byte, if it comes next; returns whether it did."""
+        if self.ahead() != expected:
+            return False
+        self._at += 1
+        return True
 
     def value(self, decoder: json.JSONDecoder) -> Any:
         """Return the value that begins here; more is read until it is whole."""
@@ -213,6 +225,21 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 yield file
     except _damages() as error:
         raise TraceError(f"cannot be read: {error}", file=str(path)) from error
+
+
+@contextmanager
+def uncompressed(path: Path) -> Iterator[Path]:
+    """Give a path to the same content, not compressed: itself, or a temporary copy."""
+    with path.open("rb") as raw:
+        head = raw.read(4)
+    if not head.startswith(GZIP) and head != ZSTD:
+        yield path
+        return
+    with TemporaryDirectory() as folder, opened(path) as packed:
+        copy = Path(folder) / path.name
+        with copy.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+        yield copy
 
 
 @contextmanager
