@@ -31,7 +31,7 @@ def first_of(fields: dict[str, Any], names: Iterable[str]) -> Any:
 
 def count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
     """Return a field that counts something: an int, 0 or more."""
-    value = fields.get(name, default)
+    value = _value(fields, name, default)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value < 2**31:
@@ -41,7 +41,7 @@ def count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
 
 def seconds(fields: dict[str, Any], name: str, scale: float = 1.0, default: float | None = None) -> float:
     """Return a field that is a time, times `scale`, in seconds: finite and 0 or more."""
-    value = fields.get(name, default)
+    value = _value(fields, name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
         raise Malformed(*_wrong(fields, name, "a time"))
     return value * scale
@@ -84,6 +84,12 @@ def _ints(value: Any, name: str) -> NDArray[Any]:
         odd = next((each for each in value if type(each) is not int or not -(2**63) <= each < WORD), value)
         raise Malformed(f"{name} is no list of ints", f"got {odd!r:.60}")
     return ids
+
+
+def _value(fields: dict[str, Any], name: str, default: float | None) -> Any:
+    """Return a field, or the default where it is missing or null."""
+    value = fields.get(name)
+    return default if value is None else value
 
 
 def _wrong(fields: dict[str, Any], name: str, expected: str) -> tuple[str, str]:

@@ -217,13 +217,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
     Raises TraceError where it cannot be read, or is damaged.
     """
+    damages = _damages()
     try:
         with path.open("rb") as raw:
             head = raw.read(4)
             raw.seek(0)
             with _decompressed(raw, head) as file:
                 yield file
-    except _damages() as error:
+    except damages as error:
         raise TraceError(f"cannot be read: {error}", file=str(path)) from error
 
 

@@ -1,6 +1,6 @@
 """Text: a line, or a value of a JSON array, is a prompt, the turns of a user, or a chat with its answers.
 
-Each answer of a chat is a request with all that came before it. Chats have no clock here: a turn takes one second, and
+Each answer of a chat is a request with all that came before it; a chat without an answer is one request. Chats have no clock here: a turn takes one second, and
 a few of them go on at once.
 """
 
@@ -92,7 +92,7 @@ def _chat(tokenizing: Tokenizing, value: dict[str, Any], messages: Any, line: in
             told = (TokenPrompt(prompt), num_turns * TURN_S, len(answer), answer, namespace, session, line)
             yield Request(*told), TURN_S
             num_turns += 1
-    if _role(messages[-1]) not in ANSWERING:
+    if not num_turns:
         yield Request(TokenPrompt(chat.ids()), num_turns * TURN_S, 0, None, namespace, session, line), TURN_S
 
 
