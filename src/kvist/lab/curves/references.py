@@ -28,7 +28,7 @@ class References:
 
     `ids`, int64 `[num_references]`, are dense, 0 the first seen; those of request i are
     `ids[starts[i]:starts[i + 1]]`, from the root down. `block_size` is in tokens. A sample has only the references to
-    blocks that were drawn with probability `rate`; the trace has `num_seen` references.
+    blocks that were drawn with probability `rate`, and the trace has `num_seen` references; 0: those that are here.
     """
 
     ids: NDArray[np.int64]
@@ -42,6 +42,11 @@ class References:
     def num_references(self) -> int:
         """References that are here."""
         return len(self.ids)
+
+    @property
+    def num_in_trace(self) -> int:
+        """References of the trace, those that were not drawn included."""
+        return self.num_seen or self.num_references
 
     @property
     def num_requests(self) -> int:
@@ -63,7 +68,12 @@ class References:
         counts = np.add.reduceat(np.append(kept, False), self.starts[:-1]) if self.num_requests else np.zeros(0, int)
         counts[np.diff(self.starts) == 0] = 0
         return References(
-            dense(self.ids[kept].view(np.uint64)), starts_of(counts), self.block_size, self.name, rate, self.num_seen or self.num_references
+            dense(self.ids[kept].view(np.uint64)),
+            starts_of(counts),
+            self.block_size,
+            self.name,
+            rate,
+            self.num_in_trace,
         )
 
 

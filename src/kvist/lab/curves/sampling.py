@@ -51,7 +51,9 @@ def _hit_rate(sample: References, sizes: NDArray[np.int64]) -> NDArray[np.float6
     """Return the hit rate estimated at each size, `[n]`."""
     distances = np.sort(stack_distances(sample))
     distances = distances[np.searchsorted(distances, 1) :]
-    expected = max(sample.num_seen * sample.rate, 1e-9)
+    expected = sample.num_in_trace * sample.rate
+    if not expected:
+        return np.zeros(len(sizes))
     num_hits = np.searchsorted(distances, sizes * sample.rate, side="right")
     estimate: NDArray[np.float64] = np.clip((num_hits + expected - sample.num_references) / expected, 0.0, 1.0)
     return estimate
