@@ -19,8 +19,9 @@ DEFAULT_BLOCK_SIZE = 16
 class Chains:
     """Numbers the blocks of a trace's prompts, 0 the first seen: equal numbers are equal prefixes.
 
-    `block_size` is in tokens; None takes that of hashed prompts, and 16 for token ids. A number costs about 150 bytes
-    of memory. Prompts of another block size are taken as the token ids that stand for them.
+    `block_size` is in tokens; None takes that of hashed prompts, and 16 for token ids. Ids that are of the whole trace
+    already are numbers as they are; others cost about 150 bytes of memory for each that is new. Hashed prompts of
+    another block size are taken as the token ids that stand for them.
 
     >>> from kvist.lab.traces.requests import TokenPrompt
     >>> chains = Chains(block_size=2)
@@ -44,8 +45,10 @@ class Chains:
         """Return the numbers of a prompt's blocks, `[ceil(num_tokens / block_size)]`."""
         prompt, size = request.prompt, self.size_for(request)
         if isinstance(prompt, HashedPrompt) and prompt.block_size == size:
-            scope = (prompt.salt, request.namespace) if prompt.salt or request.namespace else None
-            names: list[object] = [each if scope is None else (each, scope) for each in prompt.hash_ids.tolist()]
+            if not (prompt.salt or request.namespace):
+                return prompt.hash_ids
+            scope = (prompt.salt, request.namespace)
+            names: list[object] = [(each, scope) for each in prompt.hash_ids.tolist()]
         else:
             root = blake2b(namespace_bytes(request.namespace), digest_size=8).digest()
             names = [bytes(each) for each in chain_hashes(prompt.tokens(), size, root).view("V8")]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvist.core.extents import Namespace
 from kvist.lab.traces.problems import Problems
 
-__all__ = ["HashedPrompt", "Prompt", "Request", "TokenPrompt", "Trace", "salt_of"]
+__all__ = ["GOLDEN", "HashedPrompt", "Prompt", "Request", "TokenPrompt", "Trace", "mixed", "salt_of"]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -71,13 +71,13 @@ class HashedPrompt:
         (6, True, False)
         """
         with np.errstate(over="ignore"):
-            salt = _mixed(np.array([self.salt & (2**64 - 1)], np.uint64) + GOLDEN)
-            seeds = _mixed(self.hash_ids.astype(np.int64, copy=False).view(np.uint64) * GOLDEN + salt)
+            salt = mixed(np.array([self.salt & (2**64 - 1)], np.uint64) + GOLDEN)
+            seeds = mixed(self.hash_ids.astype(np.int64, copy=False).view(np.uint64) * GOLDEN + salt)
             if len(seeds) * self.block_size < self.num_tokens:
                 last = seeds[-1:] if len(seeds) else salt
-                seeds = np.append(seeds, _mixed(last ^ np.uint64(self.num_tokens)))
+                seeds = np.append(seeds, mixed(last ^ np.uint64(self.num_tokens)))
             counters = np.arange(1, self.block_size + 1, dtype=np.uint64) * GOLDEN
-            drawn = _mixed((seeds[:, None] + counters).ravel()[: self.num_tokens])
+            drawn = mixed((seeds[:, None] + counters).ravel()[: self.num_tokens])
         return (drawn >> np.uint64(33)).astype(np.int32)
 
 
@@ -121,7 +121,7 @@ def salt_of(session: str) -> int:
     return int.from_bytes(blake2b(session.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return splitmix64's finaliser of each value (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * MIX_1
     values = (values ^ (values >> np.uint64(27))) * MIX_2

@@ -1,7 +1,7 @@
 """Text: a line, or a value of a JSON array, is a prompt, the turns of a user, or a chat with its answers.
 
-Each answer of a chat is a request with all that came before it; a chat without an answer is one request. Chats have no clock here: a turn takes one second, and
-a few of them go on at once.
+Each answer of a chat is a request with all that came before it; a chat without an answer is one request. Chats have no
+clock here: a turn takes one second, and a few of them go on at once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Watches a manager: each sequence that ends is a request, with its tokens, when it came, and what was generated."""
+"""Watches a manager, or an engine: each request that ends is told, with its tokens and when it came."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,10 @@ from kvist.core.tokens import MAX_TOKEN
 from kvist.errors import SequenceError
 from kvist.manager import KVCacheManager
 
-__all__ = ["Seen", "Watch"]
+__all__ = ["EngineWatch", "Seen", "Watch", "Watching"]
 
 WATCHED = ("add_sequence", "free")
+ENGINE_CALLS = ("submit", "step", "abort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,13 @@ class Seen:
     num_prompt_tokens: int
     arrival_s: float
     namespace: Namespace
+
+
+class Watching(Protocol):
+    """Tells of requests until it is closed."""
+
+    def close(self) -> None:
+        """Tell of what still runs, and let go; a second time does nothing."""
 
 
 class Watch:
@@ -58,14 +65,6 @@ class Watch:
         for sequence in list(self._arrivals):
             self._end(sequence)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _add_sequence(self, *arguments: Any, **options: Any) -> Sequence:
         sequence = type(self._manager).add_sequence(self._manager, *arguments, **options)
         self._arrivals[sequence] = self._clock()
@@ -91,6 +90,50 @@ class Watch:
             return None
         tokens = np.frombuffer(_packed(sequence), np.int32) & np.int32(MAX_TOKEN)
         return Seen(tokens, min(sequence.num_prompt_tokens, len(tokens)), arrival_s, sequence.namespace)
+
+
+class EngineWatch:
+    """Calls `ended` with each request of a `kvist.serve.Engine` that ends while this is attached.
+
+    Arrivals are when requests were submitted, and outputs have the last token, too, which never gets into the cache.
+    """
+
+    def __init__(self, engine: Any, ended: Callable[[Seen], None], clock: Callable[[], float]) -> None:
+        if any(name in vars(engine) for name in ENGINE_CALLS):
+            raise SequenceError("the engine is watched already; close that first")
+        self._engine, self._ended, self._clock = engine, ended, clock
+        self._arrivals: dict[Any, float] = {}
+        own = vars(engine)
+        own["submit"], own["step"], own["abort"] = self._submit, self._step, self._abort
+
+    def close(self) -> None:
+        """Tell of what still runs, and let go of the engine; a second time does nothing."""
+        for name in ENGINE_CALLS:
+            vars(self._engine).pop(name, None)
+        self._tell(list(self._arrivals))
+
+    def _submit(self, *arguments: Any, **options: Any) -> Any:
+        arrival_s = self._clock()
+        generation = type(self._engine).submit(self._engine, *arguments, **options)
+        self._arrivals[generation] = arrival_s
+        return generation
+
+    def _step(self) -> Any:
+        events = type(self._engine).step(self._engine)
+        self._tell([event.generation for event in events if event.finish_reason is not None])
+        return events
+
+    def _abort(self, generation: Any) -> None:
+        type(self._engine).abort(self._engine, generation)
+        self._tell([generation])
+
+    def _tell(self, generations: list[Any]) -> None:
+        for generation in generations:
+            arrival_s = self._arrivals.pop(generation, None)
+            if arrival_s is not None:
+                request = generation._request
+                tokens = np.array(request.tokens, np.int32)
+                self._ended(Seen(tokens, request.num_prompt_tokens, arrival_s, request.namespace))
 
 
 def _packed(sequence: Sequence) -> bytes:
