@@ -124,10 +124,8 @@ class SyntheticTrace:
             if not num_too_long:
                 yield session
             elif num_too_long == MAX_TOO_LONG:
-                raise ArgumentError(
-                    f"{MAX_TOO_LONG:,} sessions in a row begin with more than {self.workload.max_tokens:,} tokens; raise "
-                    "max_tokens, or make prompts shorter"
-                )
+                told = f"{MAX_TOO_LONG:,} sessions in a row begin with more than {self.workload.max_tokens:,} tokens"
+                raise ArgumentError(f"{told}; raise max_tokens, or make prompts shorter")
 
     def _go_on(self, session: Running, output: Segment) -> bool:
         """Let a session come to its next request; returns whether it has one."""

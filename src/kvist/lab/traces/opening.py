@@ -28,17 +28,18 @@ class FileTrace:
     def __init__(self, form: Form, path: Path, on_error: OnError, reading: Reading, limit: int | None) -> None:
         self.kind, self.path, self.name = form.kind, path, path.name
         self.problems = Problems(on_error)
-        self._form, self._on_error, self._reading, self._limit = form, on_error, reading, limit
+        self._on_error, self._reading, self._limit = on_error, reading, limit
         self.block_size: int | None = form.block_size(Source(path, Problems("skip")))
 
     def __iter__(self) -> Iterator[Request]:
         """Read the trace from its start; `problems` begin anew."""
         self.problems = Problems(self._on_error)
         source = Source(self.path, self.problems)
-        requests = iter(self._form.read(source, self._reading))
-        if not self._form.is_sorted:
+        form = FORMS[self.kind]  # not kept, so that a trace can be pickled, for processes that replay it
+        requests = iter(form.read(source, self._reading))
+        if not form.is_sorted:
             requests = by_arrival(requests, self.problems, self.path)
-        if self._form.counts_from_first:
+        if form.counts_from_first:
             requests = from_first(requests)
         return islice(requests, self._limit)
 
