@@ -29,7 +29,7 @@ def token_requests(*prompts, **fields):
 
 
 def forest(seed, num_requests=60, fan_out=3, longest=8):
-    """Prompts that walk down random prefix trees: lists of ids, equal for equal prefixes, dense in order of first use."""
+    """Prompts that walk down random prefix trees: lists of ids, equal for equal prefixes, 0 the first seen."""
     rng = np.random.default_rng(seed)
     ids, prompts = {}, []
     for _ in range(num_requests):
@@ -42,7 +42,7 @@ def forest(seed, num_requests=60, fan_out=3, longest=8):
 
 
 def hits_of_lru(prompts, num_blocks):
-    """Hits of a cache that looks up a prompt from its root, and then touches it from the tail: one dict, oldest first."""
+    """Hits of a cache that looks a prompt up from its root, then touches it from the tail: a dict, oldest first."""
     held, num_hits = {}, 0
     for prompt in prompts:
         for block in prompt:

@@ -3,10 +3,10 @@
 from itertools import combinations
 
 import pytest
+from tests.lab.forests import asked, forest, traces_folder
 
 from kvist.lab.curves import lru_curve, optimal_curve, references_of
 from kvist.lab.traces import open_trace
-from tests.lab.forests import asked, forest, traces_folder
 
 NEVER = 10**9
 

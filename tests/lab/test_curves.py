@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lab.forests import asked, forest, hashed, hits_of_lru, token_requests, traces_folder
 
 from kvist.errors import ArgumentError
 from kvist.lab.curves import (
@@ -17,9 +18,8 @@ from kvist.lab.curves import (
     sizes_for,
     stack_distances,
 )
-from kvist.lab.curves.distances import num_greater_before
+from kvist.lab.curves.distances import weight_of_greater_before
 from kvist.lab.traces import open_trace
-from tests.lab.forests import asked, forest, hashed, hits_of_lru, token_requests, traces_folder
 
 
 def test_a_block_is_as_deep_as_the_blocks_used_since_and_a_request_is_touched_from_its_tail():
@@ -36,9 +36,10 @@ def test_the_curve_is_what_a_dict_hits_at_each_size(num_blocks, seed):
 
 
 @given(st.permutations(range(9)))
-def test_greater_numbers_before_each_are_counted(numbers):
-    expected = [sum(before > each for before in numbers[:at]) for at, each in enumerate(numbers)]
-    assert num_greater_before(np.array(numbers)).tolist() == expected
+def test_the_weights_of_greater_numbers_before_each_are_added_up(numbers):
+    expected = [sum(10**before for before in numbers[:at] if before > each) for at, each in enumerate(numbers)]
+    ranks = np.array(numbers)
+    assert weight_of_greater_before(ranks, 10**ranks).tolist() == expected
 
 
 def test_the_whole_curve_agrees_with_itself_at_given_sizes():

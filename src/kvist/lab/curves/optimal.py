@@ -5,11 +5,11 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from kvist.lab.curves.curve import Curve, as_sizes
-from kvist.lab.curves.distances import previous_touches
 from kvist.lab.curves.references import References
+from kvist.lab.curves.reuse import reuse_of
 
 __all__ = ["optimal_curve"]
 
@@ -30,28 +30,22 @@ def optimal_curve(references: References, sizes: ArrayLike) -> Curve:
     [0.375, 0.5, 0.625]
     """
     wanted = as_sizes(sizes)
-    spans = _spans(references)
+    reuse = reuse_of(references)
+    order = np.argsort(reuse.previous, kind="stable")
+    spans = list(zip(*(each[order].tolist() for each in (reuse.previous, reuse.requests, reuse.counts)), strict=True))
     hits = [_num_kept(spans, references.num_requests, size) for size in wanted.tolist()]
     return Curve("optimal", wanted, np.array(hits, np.float64) / max(references.num_references, 1))
 
 
-def _spans(references: References) -> NDArray[np.int64]:
-    """Return (request, the next one, how many blocks go from one to the other), `[n, 3]`, by the first."""
-    previous, _, _ = previous_touches(references)
-    again = np.flatnonzero(previous >= 0)
-    owners = np.repeat(np.arange(references.num_requests), np.diff(references.starts))
-    pairs = owners[previous[again]] * max(references.num_requests, 1) + owners[again]
-    each, counts = np.unique(pairs, return_counts=True)
-    first, second = np.divmod(each, max(references.num_requests, 1))
-    return np.column_stack([first, second, counts])
+def _num_kept(spans: list[tuple[int, int, int]], num_requests: int, num_blocks: int) -> int:
+    """Count the blocks that reach their next use, with room for `num_blocks` between any two requests.
 
-
-def _num_kept(spans: NDArray[np.int64], num_requests: int, num_blocks: int) -> int:
-    """Count the blocks that reach their next use, with room for `num_blocks` between any two requests."""
+    `spans` are (a request, the next one, how many blocks go from one to the other), by the first.
+    """
     kept = [0] * num_requests  # by the request that uses them next
     latest: list[int] = []  # these requests, the last first
     num_held = num_hits = now = 0
-    for first, second, count in spans.tolist():
+    for first, second, count in spans:
         while now < first:
             now += 1
             num_hits += kept[now]

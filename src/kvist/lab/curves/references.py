@@ -95,21 +95,19 @@ def references_of(
     ([0, 1, 0, 2, 3, 4], [0, 2, 5, 6])
     """
     check_rate(rate)
-    size = block_size_of(trace, block_size)
-    keys, counts, num_seen = [], [], 0
-    for lot_keys, lot_counts in _named(trace, size):
-        num_seen += len(lot_keys)
+    size, numbers = block_size_of(trace, block_size), _Numbers()
+    ids, counts, num_seen = [], [], 0
+    for keys, of_requests in _named(trace, size):
+        num_seen += len(keys)
         if rate < 1:
-            drawn = sample_of(lot_keys, rate, seed)
-            owners = np.repeat(np.arange(len(lot_counts)), lot_counts)[drawn]
-            keys.append(lot_keys[drawn])
-            counts.append(np.bincount(owners, minlength=len(lot_counts)))
-        else:
-            keys.append(lot_keys)
-            counts.append(lot_counts)
-    all_keys = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
+            drawn = sample_of(keys, rate, seed)
+            owners = np.repeat(np.arange(len(of_requests)), of_requests)[drawn]
+            keys, of_requests = keys[drawn], np.bincount(owners, minlength=len(of_requests))  # noqa: PLW2901
+        ids.append(numbers.of(keys))
+        counts.append(of_requests)
     starts = starts_of(np.concatenate(counts) if counts else np.zeros(0, np.int64))
-    return References(dense(all_keys), starts, size, str(getattr(trace, "name", "")), rate, num_seen)
+    all_ids = np.concatenate(ids) if ids else np.zeros(0, np.int64)
+    return References(all_ids, starts, size, str(getattr(trace, "name", "")), rate, num_seen)
 
 
 def block_size_of(trace: Iterable[Request], block_size: int | None) -> int:
@@ -141,10 +139,28 @@ def dense(keys: Keys) -> NDArray[np.int64]:
     >>> dense(np.array([7, 5, 7, 9], np.uint64)).tolist()
     [0, 1, 0, 2]
     """
-    _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    numbers = np.empty(len(firsts), np.int64)
-    numbers[np.argsort(firsts)] = np.arange(len(firsts))
-    return numbers[inverse]
+    return _Numbers().of(keys)
+
+
+class _Numbers:
+    """Numbers names that come in lots, 0 the first seen, with 16 bytes of memory for each."""
+
+    def __init__(self) -> None:
+        self._keys, self._numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+
+    def of(self, keys: Keys) -> NDArray[np.int64]:
+        """Return the numbers of these names, int64 `[n]`."""
+        names, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        places = np.searchsorted(self._keys, names)
+        known = places < len(self._keys)
+        known[known] = self._keys[places[known]] == names[known]
+        numbers = np.empty(len(names), np.int64)
+        numbers[known] = self._numbers[places[known]]
+        new = np.flatnonzero(~known)
+        numbers[new[np.argsort(firsts[new])]] = np.arange(len(self._keys), len(self._keys) + len(new))
+        self._keys = np.insert(self._keys, places[new], names[new])
+        self._numbers = np.insert(self._numbers, places[new], numbers[new])
+        return numbers[inverse]
 
 
 def starts_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:

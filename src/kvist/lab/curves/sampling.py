@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.lab.curves.curve import Curve, as_sizes, sizes_for
-from kvist.lab.curves.distances import stack_distances
+from kvist.lab.curves.distances import num_at_distance
 from kvist.lab.curves.keys import mixed
 from kvist.lab.curves.references import References
 
@@ -49,11 +49,10 @@ def curve_of_sample(sample: References, sizes: ArrayLike | None = None) -> Curve
 
 def _hit_rate(sample: References, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the hit rate estimated at each size, `[n]`."""
-    distances = np.sort(stack_distances(sample))
-    distances = distances[np.searchsorted(distances, 1) :]
     expected = sample.num_in_trace * sample.rate
     if not expected:
         return np.zeros(len(sizes))
-    num_hits = np.searchsorted(distances, sizes * sample.rate, side="right")
+    hits = np.cumsum(num_at_distance(sample))
+    num_hits = hits[np.minimum((sizes * sample.rate).astype(np.int64), len(hits) - 1)]
     estimate: NDArray[np.float64] = np.clip((num_hits + expected - sample.num_references) / expected, 0.0, 1.0)
     return estimate
