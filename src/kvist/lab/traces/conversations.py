@@ -45,7 +45,7 @@ class Tokenizing:
     def _ids(self, text: str) -> NDArray[np.int32]:
         try:
             ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can say
+        except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair, which JSON can say
             raise Malformed("text that is no Unicode", str(error)) from error
         ids.flags.writeable = False
         return ids

@@ -1,7 +1,7 @@
 """Mooncake's form: a line has a request's time in ms, its lengths, and the ids of its prompt's prefix-chained blocks.
 
-An id stands for 512 tokens and all that came before them, in the whole trace. A file with other blocks says so in each
-line, as `block_size`, which readers that do not know the field pass over.
+An id stands for 512 tokens and all that came before them, in the whole trace. A file with other blocks, or without ids
+for a last block that is partly filled, says so in each line, as `block_size`, which other readers pass over.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(source: Source) -> Iterator[Request]:
 def _request(value: dict[str, Any], line: int) -> Request:
     size, num_tokens = block_size_of(value), count(value, "input_length")
     ids = hash_ids(value.get("hash_ids"), "hash_ids")
-    if len(ids) != -(-num_tokens // size):
+    if len(ids) != -(-num_tokens // size) and not ("block_size" in value and len(ids) == num_tokens // size):
         told = f"{num_tokens} tokens are {-(-num_tokens // size)} blocks of {size}, got {len(ids)} ids"
         raise Malformed("input_length and hash_ids disagree", told)
     if not num_tokens:
@@ -79,7 +79,7 @@ def line_of(request: Request, ids: list[int], block_size: int) -> bytes:
         "output_length": request.num_output_tokens,
         "hash_ids": ids,
     }
-    if block_size != BLOCK_SIZE:
+    if block_size != BLOCK_SIZE or len(ids) * block_size < request.prompt.num_tokens:
         told["block_size"] = block_size
     if request.session:
         told["session"] = request.session

@@ -59,8 +59,8 @@ def open_trace(
 
     With `on_error="skip"`, lines that are malformed are counted in the trace's `problems`; else the first one raises
     TraceError when it is read. `tokenizer` is a `tokenizer.json`, or the folder that it is in, for kinds that have
-    text. `limit` is how many requests to give at most. Of traces that are sessions without a common clock, `at_once` go
-    on side by side: when one ends, the next begins.
+    text. `limit` is how many requests to give at most. Of sessions without a common clock, `at_once` go on side by
+    side: when one ends, the next begins; of chats without any clock, so many take turns until all have ended.
 
     Raises:
         ArgumentError: an option is out of range.

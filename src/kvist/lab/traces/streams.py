@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader, RawIOBase
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,8 @@ MAX_LINE_BYTES = 64 * 2**20
 """A line (or a value of a JSON array) that is longer is malformed. It could have 6 million token ids."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PIECE_BYTES = 1 << 16
+ZSTD_PIECE_BYTES = 1 << 12
+"""As packed: what a piece unpacks to is held, and may be ten thousand times as long."""
 NUM_HEADS = 100
 
 
@@ -263,13 +266,40 @@ def _decompressed(raw: BinaryIO, head: bytes) -> Iterator[BinaryIO]:
         with gzip.GzipFile(fileobj=raw, mode="rb") as file:
             yield cast("BinaryIO", file)
     elif head == ZSTD:
-        from io import BufferedReader
-
-        reader = _zstandard().ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        with BufferedReader(reader, PIECE_BYTES) as file:
+        with BufferedReader(_ZstdFrames(raw), PIECE_BYTES) as file:
             yield file
     else:
         yield raw
+
+
+class _ZstdFrames(RawIOBase):
+    """Reads zst, all frames of it; the library's own reader takes a file that is cut off for a whole one."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._make = _zstandard().ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._packed = self._ready = b""
+
+    def readable(self) -> bool:
+        """Whether it can be read: yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as there is content; 0 at the end. Raises EOFError where the last frame has none."""
+        while not self._ready:
+            piece = self._packed or self._raw.read(ZSTD_PIECE_BYTES)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("the file is cut off")
+                return 0
+            self._frame = self._frame or self._make()
+            self._ready, self._packed = self._frame.decompress(piece), b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        num_bytes = min(len(buffer), len(self._ready))
+        buffer[:num_bytes], self._ready = self._ready[:num_bytes], self._ready[num_bytes:]
+        return num_bytes
 
 
 def _zstandard() -> Any:

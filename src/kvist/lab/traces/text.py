@@ -1,7 +1,7 @@
 """Text: a line, or a value of a JSON array, is a prompt, the turns of a user, or a chat with its answers.
 
 Each answer of a chat is a request with all that came before it; a chat without an answer is one request. Chats have no
-clock here: a turn takes one second, and a few of them go on at once.
+clock here: a turn takes one second, a few of them go on at once, and when all of these have ended come the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from kvist.lab.traces.conversations import Chat, Tokenizing
 from kvist.lab.traces.fields import Malformed, count, first_of, text
 from kvist.lab.traces.requests import Request, TokenPrompt
-from kvist.lab.traces.side_by_side import Turns, side_by_side
+from kvist.lab.traces.side_by_side import Turns, in_groups
 from kvist.lab.traces.streams import Source
 from kvist.lab.traces.tokens import TIMES, arrival_of, namespace_of
 
@@ -40,7 +40,7 @@ def read(source: Source, tokenizing: Tokenizing, at_once: int) -> Iterator[Reque
     """Yield the requests by arrival: of a trace with times as it says, else with so many chats or prompts at once."""
     if _has_times(source):
         return source.each_of(partial(_timed, tokenizing))
-    return side_by_side(_sessions(source, tokenizing), at_once)
+    return in_groups(_sessions(source, tokenizing), at_once)
 
 
 def _has_times(source: Source) -> bool:
