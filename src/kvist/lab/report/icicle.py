@@ -97,11 +97,10 @@ class _Runs:
     def of(cls, references: References) -> _Runs:
         """Join blocks that always follow one another."""
         ids, starts = references.ids, references.starts
-        _, firsts = np.unique(ids, return_index=True)
-        counts = np.diff(starts)
-        depths = np.arange(len(ids)) - np.repeat(starts[:-1], counts)
-        requests = np.repeat(np.arange(len(counts)), counts)
-        parents = np.where(depths[firsts] > 0, ids[firsts - 1], -1)
+        firsts = np.flatnonzero(np.diff(np.maximum.accumulate(ids), prepend=-1))  # ids are in the order of these
+        requests = np.searchsorted(starts, firsts, side="right") - 1
+        depths = firsts - starts[requests]
+        parents = np.where(depths > 0, ids[firsts - 1], -1)
         visits = np.bincount(ids, minlength=len(firsts))
         num_children = np.bincount(parents[parents >= 0], minlength=len(firsts))
         is_joined = (parents >= 0) & (num_children[parents] == 1) & (visits[parents] == visits)
@@ -110,7 +109,7 @@ class _Runs:
         number = np.full(len(firsts) + 1, -1, np.int64)
         number[heads] = np.arange(len(heads))
         above = np.where(parents[heads] >= 0, head_of[parents[heads]], len(firsts))
-        return cls(heads, number[above], depths[firsts][heads], sizes, visits[heads], requests[firsts][heads])
+        return cls(heads, number[above], depths[heads], sizes, visits[heads], requests[heads])
 
 
 def _first_of_chain(before: Ints) -> Ints:

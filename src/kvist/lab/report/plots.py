@@ -27,6 +27,7 @@ GREY = "#e6e9ed"
 MAX_DEPTH = 16
 NARROWEST = 1 / 500
 """The least part of the picture's width that a box takes."""
+MAX_NAME = 48
 FORMATS = (".png", ".svg")
 
 
@@ -57,8 +58,15 @@ def save_plot(
         raise ArgumentError(f"there is nothing to draw for {picture!r}: it needs {_NEEDS[picture]}")
     if trace_name:
         figure.suptitle(_plain(trace_name), fontsize=10)
-    # Without a date, equal numbers make equal files.
-    figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+    _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """Write a picture so that equal numbers make equal files: left alone, an SVG has a date and names of chance."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "kvist"}):
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 
 def _figure() -> Figure:
@@ -70,8 +78,10 @@ def _figure() -> Figure:
 
 
 def _plain(text: str) -> str:
-    """Return a text that is not read as a formula, which is what dollar signs begin."""
-    return text.replace("$", r"\$")
+    """Return a text in one line of bounded length, and not read as a formula, which is what dollar signs begin."""
+    line = " ".join(text.split())
+    line = line if len(line) <= MAX_NAME else f"{line[: MAX_NAME - 1]}…"
+    return line.replace("$", r"\$")
 
 
 def _hit_rate(figure: Figure, contents: Contents, _: int) -> bool:

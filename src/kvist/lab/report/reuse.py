@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvist.lab.curves import References, stack_distances
+from kvist.lab.curves import References
+from kvist.lab.curves.distances import num_at_distance
 
 __all__ = ["ReuseClass", "reuse_classes"]
 
@@ -34,13 +35,15 @@ def reuse_classes(references: References) -> list[ReuseClass]:
     >>> [(each.up_to, each.num_references) for each in reuse_classes(asked)]
     [(1, 2), (2, 0), (4, 1), (None, 3)]
     """
-    distances = stack_distances(references)
-    again = distances[distances > 0] / references.rate
-    largest = max(int(np.ceil(np.log2(again.max(initial=1.0)))), 0)
+    at_distance = num_at_distance(references)
+    distances = np.flatnonzero(at_distance)
+    estimated = distances / references.rate
+    largest = max(int(np.ceil(np.log2(estimated.max(initial=1.0)))), 0)
     bounds = 2 ** np.arange(largest + 1, dtype=np.int64)
-    places = np.searchsorted(bounds, again, side="left")
-    counts = np.bincount(places, minlength=len(bounds))
-    scaled = [round(int(count) / references.rate) for count in (*counts, len(distances) - len(again))]
+    places = np.searchsorted(bounds, estimated, side="left")
+    counts = np.bincount(places, weights=at_distance[distances], minlength=len(bounds))
+    num_first = references.num_references - int(at_distance.sum())
+    scaled = [round(float(count) / references.rate) for count in (*counts, num_first)]
     total = max(sum(scaled), 1)
     edges = [0, *bounds.tolist()]
     classes = [
