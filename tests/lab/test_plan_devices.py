@@ -264,6 +264,7 @@ def test_a_tier_pays_as_far_as_doubling_it_finds_more():
     host, disk = found.tiers
     assert (host.pays, disk.pays) == (True, True)
     assert (host.worth_bytes, disk.worth_bytes) == (128 * 2**30, 128 * 2**30)
+    assert host.best_bytes <= 64 * 2**30  # up to there every GiB finds as much as the first
     assert host.load_s == 131072 / 25e9
     assert found.largest_hit_rate == 0.8
     assert found.hit_rate == pytest.approx(0.8 * found.device_tokens / 2**20)

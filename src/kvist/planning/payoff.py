@@ -14,7 +14,7 @@ __all__ = ["Rates", "TierSize", "TierValue", "TraceValue", "rates_of", "value_of
 
 FLOPS = 4e14
 """Floating point operations a second that an accelerator gets done in a prefill: 40 % of the 1e15 of dense bfloat16."""
-LEAST_GAIN = 0.005
+LEAST_GAIN = 0.01
 """Twice the memory is worth while as long as it finds so much more of all prompt tokens."""
 MAX_DOUBLINGS = 14
 
@@ -52,12 +52,13 @@ class TierSize:
 class TierValue:
     """Whether a tier pays: seconds to load a token and to compute it, and the size up to which doubling it pays.
 
-    `worth_bytes` is 0 where it does not pay at all.
+    With `best_bytes` it adds most to the hit rate for its size. Both are 0 where it does not pay at all.
     """
 
     name: str
     load_s: float
     compute_s: float
+    best_bytes: int
     worth_bytes: int
 
     @property
@@ -147,7 +148,13 @@ def _tier(name: str, load_s: float, compute_s: float, sizes: tuple[TierSize, ...
         if size.gain < LEAST_GAIN and worth:
             break
         worth = size.memory_bytes if size.gain >= LEAST_GAIN else worth
-    return TierValue(name, load_s, compute_s, worth)
+    found = 0.0
+    by_gib = {}
+    for size in sizes:
+        found += size.gain
+        by_gib[size.memory_bytes] = found / size.memory_bytes
+    best = max((each for each in by_gib if each <= worth), key=lambda each: by_gib[each], default=0)
+    return TierValue(name, load_s, compute_s, best, worth)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
@@ -163,6 +170,7 @@ def _size_rows(value: TraceValue) -> Iterator[list[str]]:
 def _told(tier: TierValue) -> str:
     times = f"{tier.load_s * 1e6:,.2f} µs to load a token, {tier.compute_s * 1e6:,.2f} µs to compute it"
     if tier.pays:
-        return f"{tier.name}: pays up to {tier.worth_bytes / 2**30:,.0f} GiB of each accelerator: {times}"
+        best, worth = (f"{each / 2**30:,.0f} GiB" for each in (tier.best_bytes, tier.worth_bytes))
+        return f"{tier.name}: pays up to {worth} of each accelerator, finds most for its size with {best}: {times}"
     reason = "doubling it finds little more" if tier.load_s < tier.compute_s else "computing is faster"
     return f"{tier.name}: does not pay, {reason}: {times}"
