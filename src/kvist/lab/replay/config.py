@@ -155,7 +155,7 @@ class ReplayConfig:
         """Return the settings as plain values."""
         told = {name: getattr(self, name) for name in self.__slots__}
         told |= {"policy": policy_name(self.policy), "num_layers": len(self.layers), "name": self.label}
-        told["layers"] = [repr(layer) for layer in dict.fromkeys(self.layers)]
+        told["layers"] = list(dict.fromkeys(map(repr, self.layers)))
         told["cost"] = asdict(self.cost)
         for name in ("tiers", "retention"):
             told[name] = _plain(told[name])

@@ -87,10 +87,10 @@ def replay(trace: TraceSource, config: ReplayConfig, progress: Told | None = Non
         return True
 
     result = _replayed(opened, config, tell)
-    if progress is not None:
-        progress(Progress(result.num_requests, total, 1, 1, time.monotonic() - began))
     if not result.is_complete:
         raise ReplayInterrupted([result])
+    if progress is not None:
+        progress(Progress(result.num_requests, total, 1, 1, time.monotonic() - began))
     return result
 
 
@@ -188,9 +188,10 @@ def _in_turn(trace: Iterable[Request], configs: Sequence[ReplayConfig], board: _
             return True
 
         result = _replayed(trace, config, tell)
-        board.finish(index, result)
         if not result.is_complete:
+            board.results[index] = result
             raise ReplayInterrupted(board.in_order)
+        board.finish(index, result)
     return board.in_order
 
 
@@ -221,7 +222,7 @@ def _is_iterator(trace: Iterable[Request]) -> bool:
     return iter(trace) is trace
 
 
-def _watch(futures: dict[Future[ReplayResult], int], told: Any, board: _Board) -> None:
+def _watch(futures: dict[Future[ReplayResult | None], int], told: Any, board: _Board) -> None:
     """Tell how far the workers are until all are done; raises what one of them raised."""
     left = set(futures)
     while left:
@@ -230,7 +231,8 @@ def _watch(futures: dict[Future[ReplayResult], int], told: Any, board: _Board) -
             if index not in board.results:
                 board.note(index, num_requests)
         for future in done:
-            board.finish(futures[future], future.result())
+            if (result := future.result()) is not None:
+                board.finish(futures[future], result)
 
 
 def _drained(told: Any) -> list[tuple[int, int]]:
@@ -243,11 +245,12 @@ def _drained(told: Any) -> list[tuple[int, int]]:
         return found
 
 
-def _gather(futures: dict[Future[ReplayResult], int], board: _Board) -> None:
+def _gather(futures: dict[Future[ReplayResult | None], int], board: _Board) -> None:
     """Take the results of workers that have been told to stop; what has not begun is left out."""
     for future, index in futures.items():
-        if not future.cancel() and future.exception() is None:
-            board.results[index] = future.result()
+        result = None if future.cancel() or future.exception() is not None else future.result()
+        if result is not None:
+            board.results[index] = result
 
 
 _worker: dict[str, Any] = {}
@@ -259,7 +262,11 @@ def _begin_worker(told: Any, stop: Event) -> None:
     _worker.update(told=told, stop=stop)
 
 
-def _work(trace: TraceSource, config: ReplayConfig, index: int) -> ReplayResult:
+def _work(trace: TraceSource, config: ReplayConfig, index: int) -> ReplayResult | None:
+    """Replay in a worker; nothing if it was told to stop before."""
+    if _worker["stop"].is_set():
+        return None
+
     def tell(num_requests: int) -> bool:
         _worker["told"].put((index, num_requests))
         return not _worker["stop"].is_set()
