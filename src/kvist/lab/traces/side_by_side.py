@@ -18,8 +18,8 @@ Turns = Iterator[tuple[Request, float]]
 def side_by_side(sessions: Iterable[Turns], at_once: int, began_s: float = 0.0) -> Iterator[Request]:
     """Yield the requests of all sessions in the order of arrival, with arrivals from the start of the trace.
 
-    The first `at_once` sessions begin at `began_s`, each of the others when one ends: when its last request is done. No more
-    than that many are held.
+    The first `at_once` sessions begin at `began_s`, each of the others when one ends: when its last request is done. No
+    more than that many are held.
 
     >>> from kvist.lab.traces.requests import HashedPrompt
     >>> def session(name, *times): return ((Request(None, time, session=name), 1.0) for time in times)
