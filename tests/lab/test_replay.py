@@ -348,7 +348,7 @@ def test_replayed_lru_hits_what_the_curve_says_on_the_mooncake_conversations(num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [6_000, 12_000, 60_000])
+@pytest.mark.parametrize("num_blocks", [12_000, 60_000])
 def test_replayed_lru_hits_what_the_curve_says_on_coding_sessions(num_blocks):
     trace = open_trace(traces_folder() / "claude-code" / "sessions.jsonl.gz", limit=2_000)
     result = replay(trace, ReplayConfig(num_blocks=num_blocks, policy="lru", content="blocks", cost=FREE))
