@@ -28,8 +28,9 @@ def read(source: Source) -> Iterator[Request]:
     with uncompressed(source.path) as path:
         try:
             replay = Replay(path)
-        except KvistError as error:
-            raise TraceError(str(error), file=str(source.path)) from error
+        except Exception as error:  # a head that is damaged makes settings of any kind
+            told = str(error) if isinstance(error, KvistError) else f"its head cannot be read: {error!r:.80}"
+            raise TraceError(told, file=str(source.path)) from error
         yield from _requests(source, replay)
 
 
@@ -41,8 +42,8 @@ def _requests(source: Source, replay: Replay) -> Iterator[Request]:
     while not is_over:
         try:
             is_over = replay.step() is None
-        except KvistError as error:
-            source.add(replay.num_calls + 1, "a call that cannot be made again", str(error))
+        except Exception as error:  # a line that is damaged makes arguments of any kind
+            source.add(replay.num_calls + 1, "a call that cannot be made again", f"{error}"[:200])
             is_over = True
         if is_over:
             watch.close()

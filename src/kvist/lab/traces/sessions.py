@@ -51,12 +51,11 @@ def _sessions(source: Source) -> Iterator[Turns]:
             size = size or block_size_of(value)
             if block_size_of(value) != size:
                 raise Malformed("another block_size", f"the first session has {size}, this one {value['block_size']}")
-            yield _turns(source, line, value)
+            yield _turns(source, line, value, text(value, "id") or f"line {line}")
 
 
-def _turns(source: Source, line: int, session: dict[str, Any]) -> Turns:
-    size, name = block_size_of(session), text(session, "id") or f"line {line}"
-    salt = salt_of(name)
+def _turns(source: Source, line: int, session: dict[str, Any], name: str) -> Turns:
+    size, salt = block_size_of(session), salt_of(name)
     timed = []
     for began_s, value in _with_subagents(source, line, session):
         with source.trying(line):
