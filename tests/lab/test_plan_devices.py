@@ -3,7 +3,7 @@
 import pytest
 from tests.lab.plan_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MODELS, QWEN3_NEXT
 
-from kvist import ArgumentError, AttentionSpec, ConfigError, NeverFits, StateSpec
+from kvist import ArgumentError, AttentionSpec, ConfigError, KvistError, NeverFits, StateSpec
 from kvist.planning import (
     Demand,
     Deployment,
@@ -105,6 +105,31 @@ def test_a_size_that_is_missing_is_named():
         weights_of_model(lacking)
     with pytest.raises(ConfigError, match="no vocab_size, so its weights"):
         weights_of_model({name: value for name, value in SMALL.items() if name != "vocab_size"})
+
+
+JUNK = [None, "8", -1, 0, 1.5, [], {}, "x", [1, 2], True, 10**12, {"1": {"head_dim": "x"}}, [None], [[]]]
+HINTS = {
+    "full_attention_interval": 4, "mamba_n_heads": 4, "conv_L_cache": 3, "num_kv_shared_layers": 2, "num_experts": 4,
+    "attention_chunk_size": 128, "no_rope_layers": [1, 0], "attn_layer_indices": [1], "full_attn_idxs": [1],
+    "moe_layers": [1], "quantization_config": {"bits": 4}, "hidden_size_per_layer_input": 8, "text_config": {},
+    "vocab_size_per_layer_input": 8, "layers_block_type": ["attention"], "per_layer_config": {"1": {}},
+}  # fmt: skip
+"""Settings that other models have."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_setting_may_be_anything_and_is_read_or_refused(name):
+    """Each setting, and each of other models, replaced by what it should not be."""
+    decoder = decoder_settings(MODELS[name])
+    refused = 0
+    for setting in {**decoder, **HINTS}:
+        for value in [*JUNK, HINTS.get(setting)]:
+            settings = {**decoder, setting: value}
+            try:
+                plan_devices(settings, Deployment("900 GiB", 2, 2), Demand(1024))
+            except KvistError:
+                refused += 1
+    assert refused > 100
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

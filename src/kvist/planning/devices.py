@@ -11,8 +11,9 @@ from kvist.errors import ArgumentError, NeverFits
 from kvist.planning.blocks import blocks_needed
 from kvist.planning.capacity import max_concurrency, pool_bytes
 from kvist.planning.loads import Load, ceil_div, check_count
-from kvist.planning.models import Settings, decoder_settings, dtype_of_model, model_setting, numbered_layers
+from kvist.planning.models import decoder_settings, dtype_of_model, model_setting, numbered_layers
 from kvist.planning.report import Plan, aligned, plan
+from kvist.planning.settings import Settings
 from kvist.planning.stages import stage_config, stages_of
 from kvist.planning.weights import Weights, weights_of_model
 

@@ -9,10 +9,9 @@ from typing import Any
 from kvist.config import DTYPES, AttentionSpec, LayerSpec, StateSpec, is_quantised
 from kvist.errors import ConfigError
 from kvist.planning.loads import ceil_div, check_count
+from kvist.planning.settings import Settings, form_problems, is_size
 
 __all__ = ["decoder_settings", "dtype_of_model", "layers_of_model", "model_setting", "numbered_layers"]
-
-Settings = Mapping[str, Any]
 
 _KINDS = {
     "full_attention": "full", "attention": "full",
@@ -34,6 +33,7 @@ _SHORT_DTYPES = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
+MAX_LAYERS = 10_000
 # Settings that make layers keep something that cannot be read here, each with what that is.
 _UNREADABLE = {
     "is_encoder_decoder": "an encoder",
@@ -75,12 +75,12 @@ def numbered_layers(
     settings = decoder_settings(model_config)
     of_model = dtype_of_model(model_config)
     known = of_model if dtype is None else _SHORT_DTYPES.get(dtype, dtype)
-    problems = list(_problems(settings, tensor_parallel))
-    if known not in DTYPES:
-        problems.append(f"dtype is {known!r}, must be one of {', '.join((*DTYPES, *_SHORT_DTYPES))}")
-    if problems:
-        raise ConfigError(problems)
     try:
+        problems = list(_problems(settings, tensor_parallel))
+        if known not in DTYPES:
+            problems.append(f"dtype is {known!r}, must be one of {', '.join((*DTYPES, *_SHORT_DTYPES))}")
+        if problems:
+            raise ConfigError(problems)
         return _read(settings, known, of_model if is_quantised(known) else known, tensor_parallel)
     except KeyError as error:
         raise ConfigError([f"the model's config has no {error.args[0]}"]) from error
@@ -107,7 +107,7 @@ def _read(settings: Settings, dtype: str, of_states: str, ranks: int) -> list[tu
 
 
 def decoder_settings(model_config: Settings) -> Settings:
-    """Return the settings of the decoder, which models of several parts have one or two levels down.
+    """Return the settings of the decoder, which models of several parts have one or two levels down, without Nones.
 
     >>> decoder_settings({"thinker_config": {"text_config": {"num_hidden_layers": 2}}})
     {'num_hidden_layers': 2}
@@ -115,7 +115,7 @@ def decoder_settings(model_config: Settings) -> Settings:
     for name in _DECODERS:
         if isinstance(part := model_config.get(name), Mapping) and part:
             return decoder_settings(part)
-    return model_config
+    return {name: value for name, value in model_config.items() if value is not None}
 
 
 def dtype_of_model(model_config: Settings) -> str:
@@ -134,12 +134,21 @@ def model_setting(settings: Settings, name: str) -> Any:
 
 
 def _problems(settings: Settings, ranks: int) -> Iterator[str]:
+    if wrong := list(form_problems(settings)):
+        yield from wrong
+        return
     needed = ["num_hidden_layers", "num_attention_heads"]
     if not settings.get("head_dim") and not settings.get("kv_lora_rank"):
         needed.append("hidden_size")
-    if missing := [name for name in needed if not _is_size(model_setting(settings, name))]:
+    if missing := [name for name in needed if not is_size(model_setting(settings, name))]:
         yield f"the model's config has no {', '.join(missing)}"
         return
+    num_layers = model_setting(settings, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        yield f"the model's config has {num_layers:,} layers, which are more than {MAX_LAYERS:,}"
+        return
+    if isinstance(width := settings.get("intermediate_size"), list) and len(width) != num_layers:
+        yield f"intermediate_size has {len(width)} entries for {num_layers} layers"
     if (num_heads := model_setting(settings, "num_attention_heads")) % ranks:
         yield f"tensor_parallel is {ranks}, which does not divide the {num_heads} heads of attention"
     for name, meaning in _UNREADABLE.items():
@@ -155,7 +164,7 @@ def _type_problems(settings: Settings, types: list[str]) -> Iterator[str]:
         yield f"the model's config has layers of {', '.join(unknown)}, which cannot be read"
     kinds = {_KINDS.get(name) for name in types}
     for kind, name in {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.items():
-        if kind in kinds and not _is_size(settings.get(name)):
+        if kind in kinds and not is_size(settings.get(name)):
             yield f"the model's config has {kind} layers and no {name}"
     if kinds & {"state", "hybrid"} and _state_shapes(settings, 1) is None:
         yield f"the states of model_type={settings.get('model_type')!r} cannot be read"
@@ -237,7 +246,3 @@ def _state_shapes(settings: Settings, ranks: int) -> tuple[tuple[int, ...], ...]
 def _dtype(settings: Settings) -> str | None:
     named = settings.get("dtype") or settings.get("torch_dtype")
     return str(named).removeprefix("torch.") if named else None
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvist.config import DTYPE_BYTES
 from kvist.errors import ConfigError
-from kvist.planning.models import Settings, decoder_settings, dtype_of_model, model_setting, numbered_layers
+from kvist.planning.models import decoder_settings, dtype_of_model, model_setting, numbered_layers
+from kvist.planning.settings import Settings
 
 __all__ = ["LayerWeights", "Weights", "weights_of_model"]
 
@@ -135,7 +136,7 @@ def _layer(settings: Settings, index: int, has_attention: bool, has_state: bool)
     if not num_experts or not _has_experts(settings, index):
         return LayerWeights(dense + _mlp(settings, _width(settings, index)))
     width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
-    one = _mlp(settings, width)
+    one = _mlp(settings, width[index] if isinstance(width, list) else width)
     dense += model_setting(settings, "hidden_size") * num_experts + _shared_experts(settings, one)
     active = settings.get("num_experts_per_tok") or settings.get("top_k_experts") or 1
     return LayerWeights(dense, num_experts * one, active * one)
