@@ -23,8 +23,8 @@ class Icicle {
       Icicle.useText(step))));
     host.replaceChildren(this.crumbs, this.figure, this.output, keys, uses);
     new ResizeObserver(() => this.render()).observe(this.figure);
-    this.tell(this.root);
     this.render();
+    this.tell(this.root);
   }
 
   static nodes(tree) {
@@ -59,9 +59,18 @@ class Icicle {
   name(node) {
     if (node === this.root) return "all requests";
     if (node.text) return node.text;
-    const range = node.blocks === 1 ? `block ${whole(node.first)}` : `blocks ${whole(node.first)}–${whole(node.first + node.blocks - 1)}`;
-    if (!node.blocks) return node.label;
-    return node.label ? `${node.label}: ${range}` : range;
+    return node.blocks ? `${node.blocks === 1 ? "block" : "blocks"} ${this.range(node)}` : node.label;
+  }
+
+  range(node) {
+    const last = node.first + node.blocks - 1;
+    return node.blocks === 1 ? whole(node.first) : `${whole(node.first)}–${whole(last)}`;
+  }
+
+  // What is written into a box: its name, its numbers alone, or as much of these as has room.
+  written(node, width) {
+    const name = this.name(node);
+    return node.blocks && fitted(name, width) !== name ? fitted(this.range(node), width) : fitted(name, width);
   }
 
   describe(node) {
@@ -103,7 +112,7 @@ class Icicle {
     const step = Icicle.step(node), isMany = node.isGroup || node.isRest;
     const fill = isMany ? "var(--grid)" : `var(--n${step})`, ink = isMany ? "var(--quiet)" : `var(--t${step})`;
     box.append(draw("rect", { x: left, y: row * ROW, width: Math.max(width, 1), height: ROW, fill }));
-    const label = fitted(this.name(node), width - 12);
+    const label = this.written(node, width - 12);
     if (label) box.append(draw("text", { x: left + 6, y: row * ROW + 18, fill: ink }, label));
     box.addEventListener("click", () => this.chosen(node));
     box.addEventListener("pointerenter", () => this.tell(node));
