@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.lab.report_parts import HOSTILE, parts
 
-from kvist.lab.curves import Curve, References
+from kvist.lab.curves import Curve, References, knee
 from kvist.lab.report import PrefixIcicle, html_report
 from kvist.lab.report.contents import contents_of
 
@@ -113,6 +113,12 @@ def test_what_was_interrupted_or_sampled_is_said(given):
     contents = contents_of("x", given["curves"], [partial], given["references"].sampled(0.5))
     assert any("sample of 50.000%" in note for note in contents.notes)
     assert any(note.endswith("was replayed: stopped.") for note in contents.notes)
+
+
+def test_the_knee_is_told(given, page):
+    found = knee(given["curves"][0])
+    assert f"The knee of lru is at {found.num_blocks:,} blocks, {found.hit_rate:.1%}" in page
+    assert "The knee" not in html_report("x", [Curve("lru", np.array([1]), np.array([0.0]))])
 
 
 def test_the_device_is_the_lowest_of_the_tiers(given):

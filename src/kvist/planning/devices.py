@@ -286,7 +286,7 @@ def _assumptions(fitted: _Fitted) -> Iterator[str]:
     if demand.max_chunk_tokens is None:
         yield f"at most {config.max_chunk_tokens:,} tokens of a prompt in a pass"
     if any(group.kind in ("sliding", "chunked") for group in config.groups):
-        yield "windows have room for a pass of every sequence at the same time"
+        yield "windows have room for a pass of every sequence at the same time: shorter ones (--chunk) need less"
     if any(isinstance(layer, StateSpec) for layer in config.layers):
         yield "two states of each sequence: the one in use, and one to be found again"
     if 0 < (positions := _num_positions(fitted.model_config)) < demand.max_len:

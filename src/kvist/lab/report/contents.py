@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvist.lab.curves import Curve, References
+from kvist.lab.curves import Curve, Knee, References, knee
 from kvist.lab.replay import ReplayResult
 from kvist.lab.report.icicle import PrefixIcicle
 from kvist.lab.report.reuse import ReuseClass, reuse_classes
@@ -47,12 +47,13 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that is shown of a trace; `notes` say what was left out."""
+    """All that is shown of a trace; `knees` are those of curves, by name, `notes` say what was left out."""
 
     trace: str
     block_size: int | None
     numbers: dict[str, int]
     curves: list[Named]
+    knees: dict[str, Knee]
     points: list[Named]
     replays: list[Replay]
     miss_classes: list[str]
@@ -78,6 +79,7 @@ def contents_of(
         block_size=_block_size(references, tree),
         numbers=_numbers(references, results),
         curves=[_curve(curve) for curve in curves if len(curve.num_blocks)],
+        knees={curve.name: found for curve in curves if (found := knee(curve)) is not None},
         points=_points(results),
         replays=[
             _replay(result, classes, is_shown=number < MAX_SERIES) for number, result in enumerate(_distinct(results))

@@ -83,6 +83,11 @@ def _hit_rate(contents: Contents) -> Section | None:
     says = "The share of block references that hit, by the number of blocks in the cache."
     if any(each.name == "optimal" for each in contents.curves):
         says += " No eviction policy can do better than optimal, which knows the future."
+    if (knee := contents.knees.get("lru")) is not None:
+        says += (
+            f" The knee of lru is at {knee.num_blocks:,} blocks, {knee.hit_rate:.1%}: beyond it, blocks bring less "
+            "than the average so far."
+        )
     return Section("hit-rate", "Hit rate over cache size", says, (table("Hit rate over cache size", names, rows),))
 
 
