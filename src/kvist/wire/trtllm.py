@@ -229,23 +229,27 @@ def _has_others(fields: dict[str, Any], data: dict[str, Any], kind: str) -> bool
         return True
     blocks = data.get("blocks")
     return isinstance(blocks, list) and any(
-        isinstance(block, dict)
-        and (not block.keys() <= BLOCK_FIELDS or any(len(each) != NUM_TOKEN_FIELDS for each in block.get("tokens", ())))
+        isinstance(block, dict) and (not block.keys() <= BLOCK_FIELDS or _has_other_tokens(block.get("tokens")))
         for block in blocks
     )
+
+
+def _has_other_tokens(tokens: Any) -> bool:
+    return isinstance(tokens, list) and any(isinstance(each, dict) and len(each) != NUM_TOKEN_FIELDS for each in tokens)
 
 
 def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
     blocks = [check(each, "blocks", dict) for each in check(data.get("blocks"), "blocks", list)]
     parent = data.get("parent_hash")
-    tokens = [check(each.get("tokens"), "tokens", list) for each in blocks]
+    tokens = [[check(each, "tokens", dict) for each in check(one.get("tokens"), "tokens", list)] for one in blocks]
     size = len(tokens[0]) if tokens else None
     for each in tokens[:-1]:
         if len(each) != size:
             raise WireError(f"blocks: expected {size} tokens in all but the last, got {len(each)}")
     extra_ids = tuple(check(each.get("token_extra_id", 0), "token_extra_id", int) for row in tokens for each in row)
-    media = tuple(tuple(_read_media(key) for key in each.get("mm_keys") or ()) for each in blocks)
-    levels = {each.get("cache_level", 0) for each in blocks}
+    keys = [check(each.get("mm_keys"), "mm_keys", (list, type(None))) or () for each in blocks]
+    media = tuple(tuple(map(_read_media, each)) for each in keys)
+    levels = {check(each.get("cache_level", 0), "cache_level", int) for each in blocks}
     if len(levels) > 1:
         raise WireError(f"blocks: expected one cache_level in an event, got {sorted(levels)}")
     return StoredBlocks(
@@ -258,7 +262,7 @@ def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
         priorities=tuple(check(each.get("priority", DEFAULT_PRIORITY), "priority", int) for each in blocks),
         extra_ids=extra_ids if any(extra_ids) else (),
         media=media if any("mm_keys" in each for each in blocks) else (),
-        salt=blocks[0].get("cache_salt") if blocks else None,
+        salt=check(blocks[0].get("cache_salt"), "cache_salt", (str, int, type(None))) if blocks else None,
     )
 
 
