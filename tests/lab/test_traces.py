@@ -376,6 +376,8 @@ def test_subagents_ask_in_between_from_when_they_began(tmp_path):
         (session("x", asked(None, [[1, 1]], 4)), "t is not a time"),
         (session("x", 7), "a request is no object"),
         (session("x", subagents=[7]), "a subagent has no requests"),
+        (session("x", subagents=True), "a subagent has no requests"),
+        (session([]), "id is not text"),
     ],
 )
 def test_what_is_wrong_with_a_session_is_told_with_its_line(tmp_path, line, said):

@@ -56,7 +56,7 @@ def _request(value: dict[str, Any], line: int) -> Request:
     )
 
 
-def write(requests: Iterable[Request], path: Path, *, block_size: int | None = None) -> int:
+def write(requests: Iterable[Request], path: str | Path, *, block_size: int | None = None) -> int:
     """Write requests in this form, gz or zst by the file's name; returns how many.
 
     Ids are numbered from 0, and those of different namespaces or sessions differ where the requests' own do. Prompts

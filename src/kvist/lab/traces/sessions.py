@@ -73,7 +73,8 @@ def _turns(source: Source, line: int, session: dict[str, Any], name: str) -> Tur
 def _with_subagents(source: Source, line: int, session: dict[str, Any]) -> Iterator[tuple[float, Any]]:
     """Yield all requests of a session, each with when whoever makes it began."""
     yield from ((0.0, value) for value in session["requests"])
-    for agent in session.get("subagents") or ():
+    agents = session.get("subagents") or []
+    for agent in agents if isinstance(agents, list) else [agents]:
         with source.trying(line):
             if not isinstance(agent, dict) or not isinstance(agent.get("requests"), list):
                 raise Malformed("a subagent has no requests", f"got {agent!r:.60}")

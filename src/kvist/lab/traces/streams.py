@@ -247,8 +247,9 @@ def uncompressed(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def created(path: Path) -> Iterator[BinaryIO]:
+def created(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for writing; gz or zst if its name ends so. A gz has no time in it: same content, same bytes."""
+    path = Path(path)
     with path.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:

@@ -38,7 +38,7 @@ def read(source: Source) -> Iterator[Request]:
     return source.each(_request)
 
 
-def write(requests: Iterable[Request], path: Path) -> int:
+def write(requests: Iterable[Request], path: str | Path) -> int:
     """Write requests as token ids, gz or zst by the file's name; returns how many.
 
     Hashed prompts are written as the token ids that stand for them.
