@@ -184,7 +184,8 @@ def _curves(references: References, sizes: list[int] | None, *, optimal: bool) -
     from kvist.lab.curves import curve_of_sample, lru_curve, optimal_curve, sizes_for
 
     if references.rate < 1:
-        return curve_of_sample(references, sizes if sizes is not None else sizes_for(references)), None
+        at = sizes_for(references).tolist() + (sizes or [])  # all of them, to find the knee
+        return curve_of_sample(references, sorted(set(at))), None
     lru = lru_curve(references)
     if not optimal:
         return lru, None
@@ -230,7 +231,8 @@ def _at(curve: Curve, sizes: Sequence[int] | None) -> Curve:
 
     asked = np.unique(np.array(sizes, np.int64))
     if curve.error is not None:
-        return curve.thinned(len(asked))
+        at = np.searchsorted(curve.num_blocks, asked)
+        return Curve(curve.name, curve.num_blocks[at], curve.hit_rate[at], curve.error[at])
     return Curve(curve.name, asked, curve.at(asked))
 
 

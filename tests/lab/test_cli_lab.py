@@ -86,6 +86,9 @@ def test_a_curve_is_a_table_and_notes_go_to_stderr(day):
 def test_a_sampled_curve_has_its_error_and_no_bound(day):
     told = json.loads(done("lab", "curve", day, "--sample", "0.5", "--json").stdout)
     (lru,) = told["curves"]
+    at = json.loads(done("lab", "curve", day, "--sample", "0.5", "--sizes", "5,92", "--json").stdout)
+    assert (at["curves"][0]["num_blocks"], at["knee"]) == ([5, 92], told["knee"])
+    assert "±" in done("lab", "curve", day, "--sample", "0.5").stdout
     assert told["sampled"] == 0.5
     assert len(lru["error"]) == len(lru["hit_rate"])
 

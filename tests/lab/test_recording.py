@@ -12,6 +12,7 @@ from tests.serve.models import tiny_model
 
 from kvist.core.identity import Media
 from kvist.errors import ArgumentError, NeverFits, SequenceError
+from kvist.journal import Journal, replay
 from kvist.lab.curves import lru_curve, references_of
 from kvist.lab.recording import TraceRecorder, record
 from kvist.lab.synthetic import WORKLOADS, SyntheticTrace
@@ -178,6 +179,30 @@ def test_a_full_disk_ends_the_recording_and_not_the_requests(tmp_path, caplog):
     assert (recorder.num_recorded, recorder.num_lost) == (0, 3)
     assert caplog.text.count("No space left") == 1
     recorder.close()
+
+
+@pytest.mark.parametrize("journal_ends_first", [True, False])
+def test_a_manager_with_a_journal_can_be_recorded_as_well(tmp_path, journal_ends_first):
+    manager = small(block_size=4, num_blocks=64)
+    journal, recorder = Journal(tmp_path / "calls").attach(manager), TraceRecorder(tmp_path / "day", block_size=4)
+    recorder.attach(manager)
+    served(manager, list(range(1, 10)))
+    for each in (journal, recorder) if journal_ends_first else (recorder, journal):
+        each.close()
+        served(manager, list(range(1, 6)))
+    assert replay(tmp_path / "calls").num_calls == (4 if journal_ends_first else 7)
+    assert [line["in"] for line in lines(tmp_path / "day")[1:]] == ([9, 5] if journal_ends_first else [9])
+
+
+def test_only_the_first_of_sequences_that_were_forked_is_a_request(tmp_path):
+    manager = small(block_size=4, num_blocks=64)
+    with TraceRecorder(tmp_path / "day", block_size=4) as recorder:
+        recorder.attach(manager)
+        sequence = manager.add_sequence(list(range(1, 10)))
+        manager.commit([sequence])
+        for each in (*manager.fork(sequence, 2), sequence):
+            manager.free(each)
+    assert len(lines(tmp_path / "day")) == 2
 
 
 def test_a_manager_is_recorded_once_at_a_time(tmp_path):
