@@ -102,6 +102,14 @@ def test_boxes_left_out_are_accounted_for(prompts, max_nodes):
         assert below + node.num_hidden_requests <= node.num_requests
 
 
+def test_references_are_looked_at_a_piece_at_a_time(monkeypatch):
+    references = asked(["abcd", "abx", "abcde", "z", "abx"])
+    whole = PrefixIcicle.of(references)
+    for size in (1, 2, 3, 5):
+        monkeypatch.setattr("kvist.lab.report.icicle.PIECE", size)
+        assert PrefixIcicle.of(references) == whole
+
+
 def test_a_sample_has_no_tree():
     with pytest.raises(ArgumentError, match=r"references are a sample of 0.5 of all blocks: prefixes have holes"):
         PrefixIcicle.of(asked(["abc", "abd"]).sampled(0.5))

@@ -14,6 +14,8 @@ from kvist.lab.curves import References
 __all__ = ["IcicleNode", "PrefixIcicle"]
 
 Ints = NDArray[np.int64]
+PIECE = 1 << 20
+"""References that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class _Runs:
     def of(cls, references: References) -> _Runs:
         """Join blocks that always follow one another."""
         ids, starts = references.ids, references.starts
-        firsts = np.flatnonzero(np.diff(np.maximum.accumulate(ids), prepend=-1))  # ids are in the order of these
+        firsts = _first_places(ids)
         requests = np.searchsorted(starts, firsts, side="right") - 1
         depths = firsts - starts[requests]
         parents = np.where(depths > 0, ids[firsts - 1], -1)
@@ -110,6 +112,19 @@ class _Runs:
         number[heads] = np.arange(len(heads))
         above = np.where(parents[heads] >= 0, head_of[parents[heads]], len(firsts))
         return cls(heads, number[above], depths[heads], sizes, visits[heads], requests[heads])
+
+
+def _first_places(ids: Ints) -> Ints:
+    """Return where each id is first, `[num_unique]`. Ids are numbered in that order: where they grow beyond all before.
+
+    A piece at a time, since traces of 80 million references would take twice their memory else.
+    """
+    found, largest = [np.zeros(0, np.int64)], -1
+    for begin in range(0, len(ids), PIECE):
+        grown = np.maximum.accumulate(ids[begin : begin + PIECE])
+        found.append(begin + np.flatnonzero(np.diff(np.maximum(grown, largest), prepend=largest)))
+        largest = max(largest, int(grown[-1]))
+    return np.concatenate(found)
 
 
 def _first_of_chain(before: Ints) -> Ints:
