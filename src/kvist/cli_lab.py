@@ -113,6 +113,8 @@ def curve(
         asked = None if sizes is None else numbers("--sizes", sizes)
         if sample is not None and not 0 < sample <= 1:
             raise ArgumentError(f"--sample is {sample}, must be above 0 and at most 1")
+        if plot is not None and plot.suffix not in (".png", ".svg"):
+            raise ArgumentError(f"--plot is {plot}, must end in .png or .svg")
     with told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         references = _references(read, block_size, sample, seed)

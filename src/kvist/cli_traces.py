@@ -244,6 +244,8 @@ def writing(out: Path) -> Iterator[Path]:
     if out.exists() and not out.is_file():
         yield out
         return
+    if not out.parent.is_dir():
+        raise ArgumentError(f"{out} cannot be written: there is no folder {out.parent}")
     begun = out.with_name(f".begun-{out.name}")
     try:
         yield begun

@@ -283,6 +283,12 @@ def test_another_trace_is_recorded_without_its_text(tmp_path):
     assert one.prompt.hash_ids[1] != other.prompt.hash_ids[1]
 
 
+def test_a_folder_that_is_not_there_is_told(day, tmp_path):
+    result = invoke("lab", "make", "chat", "-o", tmp_path / "no" / "m")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"there is no folder {tmp_path / 'no'}\n" in result.stderr
+
+
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +332,7 @@ def test_a_trace_without_requests_is_told_in_a_line_and_nothing_is_written(tmp_p
         (("curve", "DAY", "--sizes", "a"), "--sizes is 'a', must be numbers"),
         (("curve", "DAY", "--sizes", "0"), "--sizes has 0, must be 1 or more"),
         (("curve", "DAY", "--sample", "1.5"), "--sample is 1.5"),
+        (("curve", "DAY", "--plot", "curve.txt"), "--plot is curve.txt, must end in .png or .svg"),
         (("replay", "DAY", "--blocks", "1,2"), "these are 2 configurations"),
         (("replay", "DAY", "--blocks", "9", "--policy", "luck"), "--policy: 'luck' is not one of"),
         (("replay", "DAY", "--blocks", "9", "--retain", "5"), "--retain is '5'"),

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from kvist.errors import TraceError
 from kvist.lab.traces.fields import Malformed
 
-__all__ = ["Chat", "Tokenizing", "content_of", "rendered"]
+__all__ = ["NEEDS_TOKENIZER", "Chat", "Tokenizing", "content_of", "rendered"]
 
+NEEDS_TOKENIZER = "has text, and needs a tokenizer: a tokenizer.json, or the folder that it is in"
 NUM_REMEMBERED = 512
 MAX_REMEMBERED_CHARACTERS = 1 << 16
 
@@ -106,9 +107,7 @@ def _part(part: Any) -> str:
 
 def _loaded(tokenizer: Path | None, file: Path) -> Any:
     if tokenizer is None:
-        raise TraceError(
-            "has text, and needs a tokenizer: a tokenizer.json, or the folder that it is in", file=str(file)
-        )
+        raise TraceError(NEEDS_TOKENIZER, file=str(file))
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as missing:

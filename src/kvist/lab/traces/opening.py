@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvist.errors import ArgumentError, TraceError
+from kvist.lab.traces.conversations import NEEDS_TOKENIZER
 from kvist.lab.traces.forms import FORMS, Form, Reading
 from kvist.lab.traces.ordering import by_arrival, from_first
 from kvist.lab.traces.problems import OnError, Problems
@@ -75,7 +76,7 @@ def open_trace(
     form, path = _form_and_path(spec)
     reading = Reading(None if tokenizer is None else Path(tokenizer), at_once)
     if form.needs_tokenizer and tokenizer is None:
-        raise TraceError(f"is a trace of kind {form.kind}, has text, and needs a tokenizer", file=str(path))
+        raise TraceError(NEEDS_TOKENIZER, file=str(path))
     return FileTrace(form, path, on_error, reading, limit)
 
 
