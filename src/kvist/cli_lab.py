@@ -158,7 +158,6 @@ def report(
         if blocks is None:
             configs = configurations(str(_knee_size(lru)), *settings, None, None, None)
         results, is_whole = replayed(read, configs, processes)
-        tell_problems(read.problems)
         _write_report(out, read, references, [lru, *([bound] if bound else [])], results)
     print(f"kvist: {out}, {out.stat().st_size:,} bytes", file=sys.stderr)
     if not is_whole:

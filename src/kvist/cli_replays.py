@@ -95,7 +95,9 @@ ContentOption = Annotated[Content, typer.Option(help="All tokens as they are, or
 Retain = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="START:END:PRIORITY", help="Keep a range of each prompt so; may be repeated.", show_default=False
+        metavar="START:END:PRIORITY,...",
+        help="Keep ranges of each prompt so; again for another way, or none.",
+        show_default=False,
     ),
 ]
 PrefillRate = Annotated[float | None, typer.Option(help="Prompt tokens computed in a second.", show_default=False)]
@@ -196,12 +198,11 @@ def configurations(
     concurrency: str, arrivals: Arrivals, content: Content, retain: list[str] | None, prefill_rate: float | None,
     fit: Path | None,
 ) -> list[replays.ReplayConfig]:  # fmt: skip
-    """Return a configuration for each combination of what was given."""
+    """Return a configuration for each combination of what was given, named by what tells them apart."""
     from kvist.lab.replay import ReplayConfig, grid
 
     base = ReplayConfig(
-        num_blocks=1, arrivals=arrivals.value, content=content.value, retention=_retention(retain),
-        cost=_cost(prefill_rate, fit),
+        num_blocks=1, arrivals=arrivals.value, content=content.value, cost=_cost(prefill_rate, fit)
     )  # fmt: skip
     unknown = [name for name in policy.split(",") if name not in POLICY_NAMES]
     if unknown:
@@ -211,14 +212,31 @@ def configurations(
         for host in numbers("--host-blocks", host_blocks, least=0)
         for disk in numbers("--disk-blocks", disk_blocks, least=0)
     ]
-    return grid(
-        base,
-        block_size=[None] if block_size is None else numbers("--block-size", block_size),
-        policy=policy.split(","),
-        tiers=tiers,
-        concurrency=numbers("--concurrency", concurrency),
-        num_blocks=numbers("--blocks", blocks),
-    )
+    choices: dict[str, list[Any]] = {
+        "block_size": [None] if block_size is None else numbers("--block-size", block_size),
+        "policy": policy.split(","),
+        "tiers": tiers,
+        "retention": [_retention(each) for each in retain or ["none"]],
+        "concurrency": numbers("--concurrency", concurrency),
+        "num_blocks": numbers("--blocks", blocks),
+    }
+    varied = {name for name, values in choices.items() if len(values) > 1}
+    return [_named(config, varied) for config in grid(base, **choices)]
+
+
+def _named(config: replays.ReplayConfig, varied: set[str]) -> replays.ReplayConfig:
+    """Return a configuration with a name that tells it from others, which differ in what is `varied`."""
+    from dataclasses import replace
+
+    tiers = (("host" if isinstance(tier, HostTier) else tier.name, tier.num_blocks) for tier in config.tiers)
+    parts = [replace(config, tiers=()).label, *(f"+ {name} {num_blocks:,}" for name, num_blocks in tiers)]
+    if "concurrency" in varied:
+        parts.append(f"{config.concurrency} at once")
+    if "retention" in varied:
+        ranges = () if config.retention is None else config.retention.ranges
+        kept = ",".join(f"{start}:{end or ''}:{priority}" for start, end, priority, _ in ranges)
+        parts.append(f"retain {kept or 'none'}")
+    return replace(config, name=" ".join(parts))
 
 
 def _tiers(host: int, disk: int, disk_rate: str) -> list[HostTier | replays.SlowTier]:
@@ -233,16 +251,16 @@ def _tiers(host: int, disk: int, disk_rate: str) -> list[HostTier | replays.Slow
     return tiers
 
 
-def _retention(ranges: list[str] | None) -> Any:
+def _retention(ranges: str) -> Any:
+    """Return what `START:END:PRIORITY,...` asks for; None for "none"."""
     from kvist.core.retention import Retention
 
-    if not ranges:
+    if ranges == "none":
         return None
     found = []
-    for each in ranges:
-        parts = each.split(":")
+    for each in ranges.split(","):
         try:
-            start, end, priority = parts
+            start, end, priority = each.split(":")
             found.append((int(start or 0), int(end) if end else None, int(priority), None))
         except ValueError:
             raise ArgumentError(f"--retain is {each!r}, must be START:END:PRIORITY, as 0:1024:80 or 1024::10") from None
@@ -279,7 +297,6 @@ def _compare(
     from kvist.lab.replay import table, write_results
 
     results, is_whole = replayed(read, configs, processes)
-    tell_problems(read.problems)
     if out is not None:
         with writing(out) as path:
             write_results(results, path, out.suffix.lstrip(".").lower())
@@ -295,11 +312,12 @@ def _compare(
 def replayed(
     read: FileTrace, configs: list[replays.ReplayConfig], processes: int | None
 ) -> tuple[list[replays.ReplayResult], bool]:
-    """Return the results, and whether they are all."""
+    """Tell what is wrong with the trace; return the results, and whether they are all."""
     from kvist.lab.replay import ReplayInterrupted, compare
 
-    if next(iter(read), None) is None:
-        tell_problems(read.problems)
+    num_requests = sum(1 for _ in read)  # all of it, so that what is wrong is known before anything runs
+    tell_problems(read.problems)
+    if not num_requests:
         raise TraceError("has no requests", file=str(read.path))
     try:
         with _bar() as tell:

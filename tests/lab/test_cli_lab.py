@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -61,6 +63,17 @@ def test_the_shell_completes_commands_and_kinds_of_options():
                           env=environment, capture_output=True, text=True, check=False)  # fmt: skip
     assert set(COMMANDS) <= set(told.stdout.split())
     assert "--show-completion" in done("--help").stdout
+
+
+@pytest.mark.parametrize("page", ["lab.md", "report.md"])
+def test_the_commands_of_a_page_name_options_that_there_are(page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:\$ )?kvist lab (\w+) (.*)$", text, re.MULTILINE)
+    assert commands
+    for command, options in commands:
+        known = done("lab", command, "--help").stdout
+        shown = re.findall(r"--[a-z-]+", options)
+        assert [option for option in shown if not re.search(rf"{option}\b", known)] == []
 
 
 # -- curve ------------------------------------------------------------------------------------------------------------
@@ -144,6 +157,24 @@ def test_tiers_retention_and_a_rate_reach_the_replay(day):
     assert told["config"]["cost"]["prefill_tokens_per_s"] == 5000
     assert told["config"]["retention"]["ranges"][0][:3] == [0, 1024, 90]
     assert set(told["hit_tokens_by_tier"]) == {"device", "host", "disk"}
+
+
+def test_configurations_are_named_by_what_tells_them_apart(day):
+    several = ("--host-blocks", "0,30", "--concurrency", "1,4", "--retain", "none", "--retain", "0:1024:90,2048::10")
+    told = json.loads(done("lab", "compare", day, "--blocks", 12, *several, "--processes", 1, "--json").stdout)
+    names = [each["name"] for each in told]
+    assert len(set(names)) == 8
+    assert names[0] == "priority 12 blocks 1 at once retain none"
+    assert names[-1] == "priority 12 blocks + host 30 4 at once retain 0:1024:90,2048::10"
+    (alone,) = json.loads(done("lab", "replay", day, "--blocks", 12, "--json").stdout)
+    assert alone["name"] == "priority 12 blocks"
+
+
+def test_what_is_skipped_is_told_also_where_processes_of_their_own_replay(day):
+    with day.open("a") as file:
+        file.write("{]\n")
+    result = done("lab", "compare", day, "--blocks", "8,9", "--processes", 2, "--on-error", "skip")
+    assert result.stderr.count("skipped 1: 1 no JSON") == 1
 
 
 def test_times_are_fitted_to_measured_steps(day, tmp_path):
