@@ -1,6 +1,7 @@
 """Traces in every form: what is read, in which order, and what is said of what cannot be."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -631,6 +632,34 @@ def test_a_capture_that_begins_late_has_a_block_for_what_came_before(tmp_path):
 def test_namespaces_of_a_capture_stay_apart(tmp_path):
     path = capture(tmp_path / "events", "kvist", (list(range(1, 9)), 0, ("a",)), (list(range(1, 9)), 0, ("b",)))
     assert [request.namespace for request in open_trace(path)] == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "said"),
+    [
+        ("msgspec", "vllm-events:events", "has batches of vLLM's events, which need msgspec; pip install 'kvist[lab]'"),
+        ("tokenizers", "text:text", "has text, which needs tokenizers; pip install 'kvist[lab]'"),
+        ("zstandard", "mooncake:day.zst", "a .zst needs zstandard; pip install 'kvist[lab]'"),
+        ("msgspec", "events", "is of no known kind"),
+    ],
+)
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(tmp_path, missing, name, said):
+    capture(tmp_path / "events", "vllm", (list(range(1, 9)), 0, ()))
+    written(tmp_path / "text", {"text": "w1"})
+    written(tmp_path / "day.zst", mooncake(0, [1]))
+    word_tokenizer(tmp_path / "tokenizer.json")
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; from kvist.lab.traces import open_trace; "
+        f"list(open_trace({name!r}, tokenizer='tokenizer.json'))"
+    )
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path, env=paths
+    )
+    assert told.returncode == 1
+    last = told.stderr.splitlines()[-1]
+    assert last.startswith("kvist.errors.TraceError: ")
+    assert said in last
 
 
 def test_a_line_that_is_no_event_is_told(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvist.core.extents import Namespace
+from kvist.errors import TraceError
 from kvist.lab.traces.fields import Malformed, token_ids
 from kvist.lab.traces.requests import HashedPrompt, Request, TokenPrompt, salt_of
 from kvist.lab.traces.streams import Source
@@ -161,7 +162,7 @@ def is_vllm(value: Any) -> bool:
         return False
     try:
         return bool(decode_line(value.strip(), "vllm"))
-    except ValueError:
+    except (ValueError, ModuleNotFoundError):  # without msgspec it can still be named, and says then what is missing
         return False
 
 
@@ -178,11 +179,20 @@ def is_kvist(value: Any) -> bool:
 
 def _records(source: Source, protocol: str) -> Iterator[tuple[int, Record]]:
     if protocol == "vllm":
+        _check_msgspec(source)
         for line, content in source.lines():
             yield from ((line, each) for each in _decoded(source, line, content.strip(), protocol))
         return
     for line, value in source.values():
         yield from ((line, each) for each in _decoded(source, line, json.dumps(value), protocol))
+
+
+def _check_msgspec(source: Source) -> None:
+    try:
+        import kvist.wire.msgpack  # noqa: F401
+    except ModuleNotFoundError as missing:
+        told = f"has batches of vLLM's events, which need {missing.name}; pip install 'kvist[lab]'"
+        raise TraceError(told, file=str(source.path)) from missing
 
 
 def _decoded(source: Source, line: int, content: str | bytes, protocol: str) -> list[Record]:
