@@ -629,6 +629,17 @@ def test_a_capture_that_begins_late_has_a_block_for_what_came_before(tmp_path):
     assert "1 events go on from blocks that were stored before the capture began" in trace.problems.notes[0]
 
 
+def test_a_capture_holds_no_more_blocks_than_its_bound_those_used_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvist.lab.traces.captures.MAX_BLOCKS", 4)
+    system = list(range(1, 9))
+    asked_ = [(system, 0, ()), *(([*system, *range(start, start + 4)], 0, ()) for start in range(50, 90, 4))]
+    trace = open_trace(capture(tmp_path / "events", "vllm", *asked_))
+    assert [request.prompt.tokens()[:8].tolist() for request in trace] == [
+        system
+    ] * 10  # the second goes on where the first ended
+    assert trace.problems.notes == []
+
+
 def test_namespaces_of_a_capture_stay_apart(tmp_path):
     path = capture(tmp_path / "events", "kvist", (list(range(1, 9)), 0, ("a",)), (list(range(1, 9)), 0, ("b",)))
     assert [request.namespace for request in open_trace(path)] == [("a",), ("b",)]

@@ -26,6 +26,8 @@ from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBl
 __all__ = ["is_kvist", "is_trtllm", "is_vllm", "read"]
 
 MAX_OPEN = 256
+MAX_BLOCKS = 2**20
+"""So many blocks are known, about 300 bytes each, where a capture does not tell of those that were removed."""
 MAX_PAUSE_S = 2.0
 
 
@@ -123,6 +125,8 @@ class Capture:
         for name, piece in zip(record.hashes, pieces, strict=True):
             self._blocks[name] = Stored(parent, piece)
             parent = name
+        while len(self._blocks) > MAX_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
 
     def _continued(self, parent: Hash | None, num_blocks: int, time_s: float) -> int | None:
         """Return the number of the open request that goes on with these blocks, None if they begin one."""
@@ -135,11 +139,12 @@ class Capture:
         """Return the packed tokens up to and including a block; what is not known is one block that stands for it."""
         pieces = []
         while name is not None:
-            block = self._blocks.get(name)
+            block = self._blocks.pop(name, None)
             if block is None:
                 self._num_unseen += 1
                 pieces.append(_stand_in(name, num_bytes))
                 break
+            self._blocks[name] = block  # the last that was used
             pieces.append(block.tokens)
             name = block.parent
         return b"".join(reversed(pieces))
