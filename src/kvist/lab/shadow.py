@@ -31,6 +31,9 @@ __all__ = ["Shadow", "ShadowCaches", "ShadowCollector", "ShadowStats"]
 MAX_SCOPES = 4_096
 """Namespaces whose hash is remembered."""
 
+MINI_TOKENS = 2
+"""Tokens of a block of a miniature: 62 bits of the hash of the block that it stands for."""
+
 _log = logging.getLogger("kvist.lab")
 
 
@@ -155,13 +158,13 @@ class ShadowCaches:
         scope = np.array([self._scope(namespace)], np.uint64)
         keys = chained(contents, np.array([len(contents)]), scope)
         drawn = keys[sample_of(keys, self.rate, self._seed)]
-        ids = (drawn & np.uint64(MAX_TOKEN)).astype(np.int32)
+        tokens = np.stack([drawn, drawn >> np.uint64(32)], axis=1) & np.uint64(MAX_TOKEN)
         with self._lock:
             self._num_query_blocks += len(contents)
-            self._num_sampled_blocks += len(ids)
-            if len(ids):
+            self._num_sampled_blocks += len(drawn)
+            if len(drawn):
                 for mini in self._minis:
-                    mini.see(ids)
+                    mini.see(tokens.astype(np.int32).ravel())
 
     def _scope(self, namespace: Namespace) -> np.uint64:
         found = self._scopes.get(namespace)
@@ -173,7 +176,7 @@ class ShadowCaches:
 
 
 class _Miniature:
-    """A manager whose blocks of one token are the drawn blocks of prompts, and what it has hit.
+    """A manager whose blocks, of two tokens, are the drawn blocks of prompts, and what it has hit.
 
     A prompt gets one token more, which is always computed and never kept, in a block of its own. A prompt longer than
     the cache leaves its leading blocks there, as it would in LRU.
@@ -187,20 +190,20 @@ class _Miniature:
         self._num_blocks = max(round(shadow.num_blocks * rate), 1)
         config = CacheConfig(
             [AttentionSpec(1, 1)],
-            block_size=1,
+            block_size=MINI_TOKENS,
             num_blocks=self._num_blocks + 1,
             max_sequences=1,
-            max_sequence_length=min(self._num_blocks, max_prompt_blocks) + 1,
+            max_sequence_length=MINI_TOKENS * min(self._num_blocks, max_prompt_blocks) + 1,
             partial_reuse=False,
             policy=shadow.policy,
         )
         self._manager = KVCacheManager(config, clock=_no_clock)
 
-    def see(self, ids: NDArray[np.int32]) -> None:
-        """Serve a prompt of these blocks."""
-        sequence = self._manager.add_sequence(np.append(ids[: self._num_blocks], _LAST))
-        self.num_hits += sequence.num_cached_tokens
-        self._manager.commit([sequence], sequence.num_tokens - 1)
+    def see(self, tokens: NDArray[np.int32]) -> None:
+        """Serve a prompt of these blocks, two tokens each."""
+        sequence = self._manager.add_sequence(np.append(tokens[: MINI_TOKENS * self._num_blocks], _LAST))
+        self.num_hits += sequence.num_cached_tokens // MINI_TOKENS
+        self._manager.commit([sequence])
         self._manager.free(sequence)
 
 
