@@ -1,8 +1,8 @@
 """What does it cost to ask what a trace would hit: the whole LRU curve, the optimum, a replay through the manager?
 
 Per block reference, on generated conversations of about 24 blocks of 512 tokens, and, where KVIST_TRACES names a folder
-with them, on the Mooncake conversations. Reference: a bare ordered dict as LRU of one size, with the references as lists of
-ints: no tokens, no time, no concurrency. Then what shadow caches add to a request.
+with them, on the Mooncake conversations. Reference: a bare ordered dict as LRU of one size, with the references as
+lists of ints: no tokens, no time, no concurrency. Then what shadow caches add to a request.
 """
 
 from __future__ import annotations

@@ -158,13 +158,13 @@ class ShadowCaches:
         scope = np.array([self._scope(namespace)], np.uint64)
         keys = chained(contents, np.array([len(contents)]), scope)
         drawn = keys[sample_of(keys, self.rate, self._seed)]
-        tokens = np.stack([drawn, drawn >> np.uint64(32)], axis=1) & np.uint64(MAX_TOKEN)
+        named = np.stack([drawn, drawn >> np.uint64(32)], axis=1) & np.uint64(MAX_TOKEN)
         with self._lock:
             self._num_query_blocks += len(contents)
             self._num_sampled_blocks += len(drawn)
             if len(drawn):
                 for mini in self._minis:
-                    mini.see(tokens.astype(np.int32).ravel())
+                    mini.see(named.astype(np.int32).ravel())
 
     def _scope(self, namespace: Namespace) -> np.uint64:
         found = self._scopes.get(namespace)
