@@ -11,7 +11,7 @@ from typing import Any
 
 from report import machine, machine_line, table
 
-BENCHMARKS = ("match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "import")
+BENCHMARKS = ("match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "lab", "import")
 
 
 def main() -> None:

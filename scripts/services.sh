@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs the servers that tests start: one that speaks Valkey's protocol. A wheel brings one for most platforms; where
-# it does not run, the distribution's package is installed if that can be done without asking. Doing it twice is fine.
+# Installs what tests start: a server that speaks Valkey's protocol, and the browser that opens reports. A wheel brings
+# the server for most platforms; where it does not run, and for the browser, the distribution's package is installed if
+# that can be done without asking. Doing it twice is fine.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -14,11 +15,17 @@ from_wheel() {
     return 1
 }
 
-if from_wheel || command -v valkey-server >/dev/null || command -v redis-server >/dev/null; then
-    exit 0
+missing=
+if ! { from_wheel || command -v valkey-server || command -v redis-server; } >/dev/null; then
+    missing=valkey-server
 fi
+if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then
+    missing="$missing chromium"
+fi
+[ -n "$missing" ] || exit 0
+
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "services.sh: install valkey-server or redis-server; the tests that need it are skipped without" >&2
+    echo "services.sh: install $missing; the tests that need it are skipped without" >&2
     exit 0
 fi
 
@@ -31,4 +38,9 @@ if [ ! -e "$policy" ]; then
     chmod +x "$policy"
 fi
 apt-get update -qq
-apt-get install -y -qq --no-install-recommends valkey-server || apt-get install -y -qq --no-install-recommends redis-server
+for package in $missing; do
+    case $package in
+        chromium) apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core ;;
+        *) apt-get install -y -qq --no-install-recommends valkey-server || apt-get install -y -qq --no-install-recommends redis-server ;;
+    esac
+done

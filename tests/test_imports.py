@@ -70,9 +70,19 @@ LAYERS = {
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
+    "lab": Layer(
+        {"", "lab", "journal", "wire", "planning", "tiers", "storing", "manager", "core", *VALUES},
+        {"numpy", "tokenizers", "zstandard", "matplotlib", "pyarrow", "rich", "prometheus_client"},
+    ),
+    "lab.report": Layer({"lab", *VALUES}, {"numpy", "matplotlib"}),
+    "cli_lab": Layer({"cli_replays", "cli_traces", "lab", *VALUES}, {"numpy", "typer", "rich"}),
+    "cli_replays": Layer({"cli_traces", "lab", "core", *VALUES}, {"typer", "rich"}),
+    "cli_traces": Layer({"cli_models", "lab", *VALUES}, {"typer", "rich"}),
+    "cli_plan": Layer({"planning", "lab", *VALUES}, {"typer", "transformers"}),
+    "cli_models": Layer({"serve", *VALUES}, {"transformers", "rich"}),
     "cli_events": Layer({"wire", "journal", *VALUES}, {"typer", "zmq"}),
     "cli": Layer(
-        {"", "cli", "cli_events", "planning", "serve", "manager", "memory", "core", *VALUES},
+        {"", "cli", "cli_events", "cli_lab", "cli_models", "cli_plan", "serve", "manager", "memory", "core", *VALUES},
         {"numpy", "transformers", "typer", "rich"},
     ),
 }

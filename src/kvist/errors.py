@@ -14,6 +14,7 @@ __all__ = [
     "OutOfRows",
     "SequenceError",
     "StaleMatch",
+    "TraceError",
     "TransferError",
     "WireError",
 ]
@@ -82,6 +83,15 @@ class TransferError(KvistError, OSError):
 
 class WireError(KvistError, ValueError):
     """Not a message of this protocol: field, expected, got."""
+
+
+class TraceError(KvistError, ValueError):
+    """A trace cannot be read, or a line of it: `file`, `line` (1 the first, 0 for the file as a whole), `reason`."""
+
+    def __init__(self, reason: str, *, file: str = "", line: int = 0) -> None:
+        self.reason, self.file, self.line = reason, file, line
+        place = f"{file}:{line}: " if line else f"{file}: " if file else ""
+        super().__init__(f"{place}{reason}")
 
 
 class InvariantError(KvistError, AssertionError):

@@ -724,7 +724,21 @@ def test_some_layers_have_settings_of_their_own():
     ("settings", "problem"),
     [
         ({"num_hidden_layers": None}, "the model's config has no num_hidden_layers"),
-        ({"num_hidden_layers": "4", "hidden_size": 0}, "the model's config has no num_hidden_layers, hidden_size"),
+        ({"num_hidden_layers": 0, "hidden_size": None}, "the model's config has no num_hidden_layers, hidden_size"),
+        (
+            {"num_hidden_layers": "4"},
+            "the model's config has num_hidden_layers='4', which must be an int of at least 0",
+        ),
+        ({"num_hidden_layers": 10**12}, "the model's config has 1,000,000,000,000 layers, which are more than 10,000"),
+        (
+            {"layer_types": [1, 2, 3, 4]},
+            "the model's config has layer_types=[1, 2, 3, 4], which must be a list of names",
+        ),
+        ({"no_rope_layers": 1}, "the model's config has no_rope_layers=1, which must be a list"),
+        ({"intermediate_size": [128]}, "intermediate_size has 1 entries for 4 layers"),
+        ({"per_layer_config": {"1": {"head_dim": -1}}}, "the model's config has head_dim=-1, which must be an int"),
+        ({"per_layer_config": ["x"]}, "the model's config has per_layer_config=['x'], which must have settings"),
+        ({"model_type": []}, "the model's config has model_type=[], which must be a name"),
         ({"dtype": "float64"}, "dtype is 'float64', must be one of float32, float16"),
         ({"is_encoder_decoder": True}, "the model's config has is_encoder_decoder, that is an encoder, which"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 4 layers"),

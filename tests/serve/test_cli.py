@@ -148,7 +148,7 @@ def test_a_folder_may_be_followed_by_a_size(given, directory, num_bytes):
     ids=str,
 )
 def test_a_tier_that_makes_no_sense_is_told_before_the_model_is_loaded(monkeypatch, arguments, message):
-    monkeypatch.setattr("kvist.cli._import_serve", lambda: pytest.fail("torch would be loaded"))
+    monkeypatch.setattr("kvist.cli.import_serve", lambda: pytest.fail("torch would be loaded"))
     result = invoke("generate", "--model", "m", "--prompt", "w5", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("kvist: ")
@@ -196,7 +196,7 @@ def test_a_seed_makes_sampling_repeatable(folder):
     ids=str,
 )
 def test_wrong_arguments_are_told_in_one_line_with_status_2_before_the_model_is_loaded(monkeypatch, arguments, message):
-    monkeypatch.setattr("kvist.cli._import_serve", lambda: pytest.fail("torch would be loaded"))
+    monkeypatch.setattr("kvist.cli.import_serve", lambda: pytest.fail("torch would be loaded"))
     result = invoke("generate", "--model", "m", *arguments, input="\n \n")
     assert result.exit_code == 2
     assert result.stderr.startswith("kvist: ")
@@ -311,7 +311,7 @@ def test_an_interrupt_exits_with_status_130(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvist.cli._read_prompts", interrupted)
+    monkeypatch.setattr("kvist.cli.read_prompts", interrupted)
     assert invoke("generate", "--model", "m", "--prompt", "w5").exit_code == 130
 
 

@@ -197,6 +197,11 @@ def test_media_are_said_by_their_32_bytes_and_how_far_inside_the_block_begins():
     assert [each["mm_keys"] for each in blocks] == [[keys[0]], [keys[1]]]
 
 
+def with_block(**changes):
+    """A stored event of one block, with some of its fields changed."""
+    return STORED | {"data": STORED["data"] | {"blocks": [block(1, [token(1)]) | changes]}}
+
+
 @pytest.mark.parametrize(
     ("event", "says"),
     [
@@ -215,6 +220,11 @@ def test_media_are_said_by_their_32_bytes_and_how_far_inside_the_block_begins():
             STORED | {"data": STORED["data"] | {"blocks": [block(n, [], cache_level=n) for n in (0, 1)]}},
             "blocks: expected one cache_level in an event, got .0, 1.",
         ),
+        (with_block(tokens=None), "tokens: expected list, got None"),
+        (with_block(tokens=[7]), "tokens: expected dict, got 7"),
+        (with_block(cache_level=[0]), "cache_level: expected int, got .0."),
+        (with_block(mm_keys=7), "mm_keys: expected list or nil, got 7"),
+        (with_block(cache_salt=[1]), "cache_salt: expected str or int or nil, got .1."),
     ],
 )
 def test_what_is_no_event_is_refused_with_field_expected_and_got(event, says):

@@ -12,7 +12,7 @@ from kvist.planning.capacity import by_pool, longest_sequence, max_concurrency, 
 from kvist.planning.loads import Load, load_or_typical
 from kvist.planning.memory import balanced_shares, with_shares
 
-__all__ = ["GroupPlan", "Plan", "PoolPlan", "TierPlan", "plan"]
+__all__ = ["GroupPlan", "Plan", "PoolPlan", "TierPlan", "aligned", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Plan:
     balanced_concurrency: float | None
 
     def __str__(self) -> str:
-        return "\n".join([*_table(_group_rows(self)), "", *_table(_pool_rows(self)), "", *_sentences(self)])
+        return "\n".join([*aligned(_group_rows(self)), "", *aligned(_pool_rows(self)), "", *_sentences(self)])
 
 
 def plan(config: CacheConfig, load: int | Load | None = None, *, tiers: Mapping[str, int | str] | None = None) -> Plan:
@@ -191,7 +191,7 @@ def _text(value: int | str) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _table(rows: Iterator[list[str]]) -> list[str]:
+def aligned(rows: Iterator[list[str]]) -> list[str]:
     """Return rows as lines, the first column to the left and the others to the right."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
