@@ -93,10 +93,12 @@ def evict_positions(tree: PrefixTree, num_blocks: int) -> int:
 def _num_kept(tree: PrefixTree, extent: Extent, pool: BlockPool | None, groups: list[SpannedGroup], wanted: int) -> int:
     """Count the leading columns of a victim that stay when so many blocks of a pool go from its tail."""
     num_blocks: int = extent.blocks.shape[1]
-    keep = max(num_blocks - wanted, 0)
-    if groups:
+    of_full = int(pool is not None and pool is tree.full_pool)
+    if not extent.has_holes or not groups:
+        keep = max(num_blocks + -wanted // max(len(groups) + of_full, 1), 0)
+    else:
         present = np.sum([extent.blocks[group.index] >= 0 for group in groups], axis=0)
-        from_tail = np.cumsum(present[::-1] + (pool is not None and pool is tree.full_pool))
+        from_tail = np.cumsum(present[::-1] + of_full)
         total = int(from_tail[-1])
         if not total:
             return num_blocks
