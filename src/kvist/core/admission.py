@@ -150,8 +150,8 @@ def admit(
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
     if state.is_plain and wishes.num_beams == 1:
         needs = [num_blocks - num_reused]
-        if needs[0] > state.pools[0].num_free:
-            state.require_evictable(needs, match)
+        if needs[0] > state.pools[0].num_free + state.tree.num_evictable - num_reused:
+            state.require(needs, match)
     else:
         needs = prompt_needs(state, num_tokens, num_cached, wishes.num_beams, wishes.num_encoder_tokens)
         state.require(needs, match)
@@ -163,8 +163,7 @@ def admit(
     _open_row(state, sequence, match, num_reused)
     rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * state.tree.block_bytes :]))
     if state.is_plain:
-        state.make_room(needs)
-        state.take_into(0, sequence.row, num_reused, num_blocks)
+        _fill_alone(state, sequence.row, num_reused, num_blocks)
     else:
         _fill_groups(state, sequence, match, needs, num_cached, wishes.num_encoder_tokens)
     if sources is not None or sequence.retention is not None:
@@ -200,31 +199,45 @@ def count_prompt(state: CacheState, sequence: Sequence) -> None:
     counters.num_admitted += 1
     counters.num_query_tokens += num_tokens
     counters.num_hit_tokens += num_cached
+    counters.recent.append((num_tokens, num_cached))
     if miss:
         counters.misses[miss] += num_tokens - 1 - num_cached
-    counters.recent.append((num_tokens, num_cached))
-    row, rows, groups = sequence.row, state.rows, counters.groups
-    num_blocks, num_reused = rows.blocks_of[row], num_cached // state.block_size
+    num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size
     num_new = num_blocks - num_reused
     if sequence._beams is not None:
         num_beams = len(sequence._beams)
         num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)
     if state.has_full:
-        only = groups[0]
-        only.num_reused += num_reused
-        only.num_missed += num_new
-    if state.is_plain:
-        return
+        full = counters.groups[0]
+        full.num_reused += num_reused
+        full.num_missed += num_new
+    if not state.is_plain:
+        _count_in_groups(state, sequence.row, num_reused, num_new - num_blocks, num_beams)
+
+
+def _count_in_groups(state: CacheState, row: int, num_reused: int, num_more: int, num_beams: int) -> None:
+    """Count what a prompt reuses in the other groups, and what it was given: `num_more` than its row has columns."""
+    rows, groups = state.rows, state.counters.groups
     for group in state.linear:
-        index = group.index
-        num_holes = max(rows.firsts_of[index][row] - group.span.num_sink_blocks, 0)
-        counts = groups[index]
-        counts.num_reused += num_reused - num_holes
-        counts.num_missed += num_new + rows.ends_of[index][row] - num_blocks
+        index, counts = group.index, groups[group.index]
+        num_holes = rows.firsts_of[index][row] - group.span.num_sink_blocks
+        counts.num_reused += num_reused - num_holes if num_holes > 0 else num_reused
+        counts.num_missed += rows.ends_of[index][row] + num_more
     if state.recurrent is not None:
         groups[state.recurrent.index].admit(0, num_beams)
     if state.cross is not None:
         groups[state.cross].admit(0, rows.ends_of[state.cross][row])
+
+
+def _fill_alone(state: CacheState, row: int, start: int, end: int) -> None:
+    """Give a row new blocks at columns start .. end-1 of the only table; so many must be free or evictable."""
+    pool, counts, n = state.pools[0], state.counters.groups[0], end - start
+    missing = n - pool.num_free
+    if missing > 0:
+        counts.num_reallocated += missing
+        state.tree.evict(pool, missing)
+    counts.num_allocated += n
+    pool.take_into(state.rows.table_of[0][row], start, end)
 
 
 def _fill_groups(

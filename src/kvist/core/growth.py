@@ -189,8 +189,6 @@ def commit_one(state: CacheState, named: Any) -> None:
         branches.require_exact_prompt(state, sequence, num_tokens)
     rows.computed_of[row] = num_tokens
     state.note_committed(row, num_tokens)
-    if state.is_plain and not rows.num_waiting:
-        return
     if state.recurrent is not None:
         recurrent.checkpoint(state, np.array([row]))
     if rows.num_waiting:

@@ -108,7 +108,7 @@ def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int3
     published, first = rows.published_of[row], rows.firsts_of[index][row]
     if not span.num_sink_blocks:
         return rows.block_table[index, row, first:published]
-    return _without_holes(rows.block_table[index, row], 0, published, first, group.span.num_sink_blocks)
+    return _without_holes(rows.block_table[index, row], 0, published, first, span.num_sink_blocks)
 
 
 def give_own(state: CacheState, row: int, keep: int) -> None:
@@ -129,8 +129,9 @@ def give_own(state: CacheState, row: int, keep: int) -> None:
 
 def give_all_own(state: CacheState, row: int) -> None:
     """Give back all of a row's own blocks, in all groups whose tables grow but the full one."""
+    rows = state.rows
     for group in state.linear:
-        if group.span.ring is not None or state.rows.ends_of[group.index][row] > state.rows.published_of[row]:
+        if group.span.ring is not None or rows.ends_of[group.index][row] > rows.published_of[row]:
             group.pool.give(held_blocks(state, group, row)[1])
 
 

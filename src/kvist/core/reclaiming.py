@@ -94,8 +94,10 @@ def _num_kept(tree: PrefixTree, extent: Extent, pool: BlockPool | None, groups: 
     """Count the leading columns of a victim that stay when so many blocks of a pool go from its tail."""
     num_blocks: int = extent.blocks.shape[1]
     of_full = int(pool is not None and pool is tree.full_pool)
-    if not extent.has_holes or not groups:
-        keep = max(num_blocks + -wanted // max(len(groups) + of_full, 1), 0)
+    if not groups:
+        keep = num_blocks - wanted
+    elif not extent.has_holes:
+        keep = num_blocks + -wanted // (len(groups) + of_full)
     else:
         present = np.sum([extent.blocks[group.index] >= 0 for group in groups], axis=0)
         from_tail = np.cumsum(present[::-1] + of_full)
@@ -103,8 +105,7 @@ def _num_kept(tree: PrefixTree, extent: Extent, pool: BlockPool | None, groups: 
         if not total:
             return num_blocks
         keep = num_blocks - 1 - int(np.searchsorted(from_tail, min(wanted, total)))
-    reached: int = tree.reach(extent, extent.start + keep) if keep else 0
-    return max(reached - extent.start, 0)
+    return max(tree.reach(extent, extent.start + keep) - extent.start, 0) if keep > 0 else 0
 
 
 def _take_anywhere(tree: PrefixTree, group: SpannedGroup, wanted: int) -> None:

@@ -52,9 +52,12 @@ def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
     """
     if type(tokens) is not np.ndarray:
         return as_token_bytes(tokens, name)
-    if tokens.size < SHORT_TOKENS and tokens.dtype is type_of_int32 and tokens.ndim == 1:
+    if tokens.size < LONG_TOKENS and tokens.dtype is type_of_int32 and tokens.ndim == 1:
         packed = tokens.tobytes()
-        if packed[SIGN_BYTE::TOKEN_BYTES].isascii():  # cheaper than a look at the array, for a few hundred ids
+        if tokens.size < SHORT_TOKENS:
+            if packed[SIGN_BYTE::TOKEN_BYTES].isascii():  # cheaper than a look at the array, for a few hundred ids
+                return packed
+        elif tokens.item(tokens.argmin()) >= 0:
             return packed
     ids = as_token_array(tokens, name)
     return ids.tobytes() if ids.size < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")

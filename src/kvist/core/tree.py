@@ -179,13 +179,11 @@ class PrefixTree:
 
     def reach(self, extent: Extent, num_blocks: int) -> int:
         """Return the longest prefix of at most that many blocks, on the path to an extent, that all groups reach."""
-        node: Extent | None = extent
-        while node is not None and not node.has_holes:
-            if node.start + self._widest <= num_blocks:
+        node, widest = extent, self._widest
+        while not node.has_holes:
+            if node.parent is None or not node.start or node.start + widest <= num_blocks:
                 return num_blocks
             node = node.parent
-        if node is None:
-            return num_blocks
         reached, last = num_blocks, -1
         while reached != last:
             last = reached
@@ -312,22 +310,23 @@ class PrefixTree:
         partly filled; then the caller must release the hold at once. With `apart`, new content gets an extent of its
         own, so that what has been there before can be gone on from.
         """
-        block_bytes, num_blocks = self.block_bytes, blocks.shape[1]
-        extent, existing = held, 0
-        if held.children and tokens[:block_bytes] in held.children:
+        key, extent, existing = tokens[: self.block_bytes], held, 0
+        if held.children and key in held.children:
+            num_blocks: int = blocks.shape[1]
             extent, existing = self._descend(held, tokens)
             self.hold(extent)
             held.references -= 1
-            tokens, blocks, apart = tokens[existing * block_bytes :], blocks[:, existing:], False
-            if not tokens:
-                return extent, num_blocks
-        if (extent.num_short_children or len(tokens) < block_bytes) and self._is_covered(extent, tokens):
-            return extent, num_blocks
-        return self._extend(extent, tokens, blocks, keep, listed=True, apart=apart, has_holes=has_holes), existing
+            if existing == num_blocks:
+                return extent, existing
+            tokens, blocks, apart = tokens[existing * self.block_bytes :], blocks[:, existing:], False
+            key = tokens[: self.block_bytes]
+        if (extent.num_short_children or len(key) < self.block_bytes) and self._is_covered(extent, tokens):
+            return extent, existing + blocks.shape[1]
+        return self._extend(extent, key, tokens, blocks, keep, apart=apart, has_holes=has_holes), existing
 
     def insert_unlisted(self, held: Extent, tokens: bytes, blocks: Blocks) -> Extent:
         """Put whole blocks below an extent that the caller holds, for the holders only; move the hold there."""
-        return self._extend(held, tokens, blocks, DEFAULT_KEEP, listed=False, has_holes=bool(self.spanned))
+        return self._extend(held, None, tokens, blocks, DEFAULT_KEEP, apart=False, has_holes=bool(self.spanned))
 
     def _descend(self, extent: Extent, tokens: bytes) -> tuple[Extent, int]:
         match = self.find(extent, tokens, len(tokens), partial=False)
@@ -350,16 +349,20 @@ class PrefixTree:
     def _extend(
         self,
         extent: Extent,
+        key: bytes | None,
         tokens: bytes,
         blocks: Blocks,
         keep: Keep,
         *,
-        listed: bool,
-        apart: bool = False,
-        has_holes: bool = False,
+        apart: bool,
+        has_holes: bool,
     ) -> Extent:
-        """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along."""
+        """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along.
+
+        `key` is the child's, None for one that is not listed.
+        """
         self.tick += 1
+        listed = key is not None
         if extent.references == 1 and not extent.hits and not apart and self._may_grow(extent, keep, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
@@ -372,7 +375,6 @@ class PrefixTree:
                 self.recorder.rename_grown(extent, num_before)
                 self.recorder.stored(extent, num_before, DEVICE, PUBLISHED)
             return extent
-        key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks if self.spanned else blocks.copy(), self.tick)
         child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
