@@ -434,7 +434,8 @@ class CacheState:
         holdings.give_all_own(self, row)
         if self.recurrent is not None:
             recurrent.give_states(self, sequence)
-        self.leave_encoder(sequence)
+        if self.cross is not None:
+            self.leave_encoder(sequence)
 
     def leave_encoder(self, sequence: Sequence) -> None:
         """Let a sequence leave its encoder's blocks, which go with the last that has them."""

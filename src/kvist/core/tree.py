@@ -201,9 +201,9 @@ class PrefixTree:
     def hold(self, extent: Extent) -> None:
         """Keep an extent and all its ancestors from being evicted."""
         while True:
-            extent.references += 1
+            extent.references = held = extent.references + 1
             parent = extent.parent
-            if extent.references > 1 or parent is None:
+            if held > 1 or parent is None:
                 return
             self.num_evictable -= extent.blocks.shape[1]
             if extent.ticket:
@@ -214,8 +214,8 @@ class PrefixTree:
         """End one hold; what nothing refers to any more becomes evictable, deepest first, as used now."""
         self.tick = tick = self.tick + 1
         while True:
-            extent.references -= 1
-            if extent.references:
+            extent.references = left = extent.references - 1
+            if left:
                 return
             parent = extent.parent
             if parent is None:
