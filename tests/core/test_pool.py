@@ -21,6 +21,31 @@ def test_blocks_given_back_together_come_again_together_and_in_order():
     assert pool.take(3).tolist() == [4, 1, 3]
 
 
+def test_blocks_can_be_taken_into_the_columns_of_a_table():
+    pool, table = BlockPool(5), np.zeros(4, np.int32)
+    pool.take(1)
+    pool.take_into(table.data, 1, 3)
+    assert table.tolist() == [0, 1, 2, 0]
+    assert pool.num_free == 2
+    pool.take_into(table.data, 2, 2)
+    assert (table.tolist(), pool.num_free) == ([0, 1, 2, 0], 2)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (2, 1)])
+def test_taking_more_into_a_table_than_there_are_or_less_than_none_changes_nothing(start, end):
+    pool, table = BlockPool(2), np.full(4, 7, np.int32)
+    with pytest.raises(AssertionError, match=f"{end - start} blocks asked of a pool with 2 free"):
+        pool.take_into(table.data, start, end)
+    assert (table.tolist(), pool.num_free) == ([7, 7, 7, 7], 2)
+
+
+def test_blocks_come_back_from_the_memory_of_a_table_too():
+    pool, table = BlockPool(4), np.zeros(4, np.int32)
+    pool.take_into(table.data, 0, 4)
+    pool.give(table.data[1:3])
+    assert pool.take(2).tolist() == [1, 2]
+
+
 def test_no_blocks_can_be_taken_and_given():
     pool = BlockPool(1)
     assert pool.take(0).tolist() == []

@@ -7,9 +7,8 @@ from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.lower import DEVICE
 from kvist.core.misses import miss_of
 from kvist.core.promotion import find_lower, promote
-from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
-from kvist.core.sequences import Encoder, Sequence
+from kvist.core.sequences import Encoder, Sequence, Wishes
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, NeverFits
@@ -132,97 +131,113 @@ def bring_up(
     return (match, None) if held is None else (match_prompt(state, prompt, namespace, limit), held)
 
 
-def admit(  # noqa: C901, PLR0912  # every request comes here, and each further call would cost it 0.2 µs
+def admit(
     state: CacheState,
     prompt: bytes | memoryview,
     namespace: Namespace,
     match: Match | None,
-    *,
-    publishes: bool,
-    retention: Retention | None,
-    num_beams: int,
-    num_encoder_tokens: int = 0,
-    reuses: bool = True,
+    wishes: Wishes,
     resumed: Sequence | None = None,
 ) -> Sequence:
     """Give a checked prompt a row that holds what it matched, and blocks for the rest, or raise OutOfBlocks.
 
     The row is a new sequence's, or that of one to be `resumed`.
     """
-    rows, tree = state.rows, state.tree
-    num_tokens = len(prompt) // TOKEN_BYTES
+    rows, num_tokens = state.rows, len(prompt) // TOKEN_BYTES
     num_blocks, num_reused, num_cached = rows.columns_for(num_tokens), 0, 0
     if match is not None:
-        num_reused = match.position // tree.block_bytes
+        num_reused = match.position // state.tree.block_bytes
         num_cached = match.position // TOKEN_BYTES + match.num_partial_tokens
-    if state.is_plain and num_beams == 1:
+    if state.is_plain and wishes.num_beams == 1:
         needs = [num_blocks - num_reused]
-        if needs[0] > state.pools[0].num_free:
-            state.require_evictable(needs, match)
+        if needs[0] > state.pools[0].num_free + state.tree.num_evictable - num_reused:
+            state.require(needs, match)
     else:
-        needs = prompt_needs(state, num_tokens, num_cached, num_beams, num_encoder_tokens)
+        needs = prompt_needs(state, num_tokens, num_cached, wishes.num_beams, wishes.num_encoder_tokens)
         state.require(needs, match)
-    sources = _sources(match) if match and match.source else None
-    miss = "" if resumed else miss_of(state, prompt, namespace, match)
-
-    if match is None:
-        extent: Extent = tree.root(namespace)
-    else:
-        extent = match.extent if match.child is None else tree.split(match.child, match.child_blocks)
-    tree.hold(extent)
-    sequence = rows.open(namespace, extent, publishes=publishes, resumed=resumed)
-    if resumed is None:
-        sequence.num_prompt_tokens, sequence.retention, sequence.miss = num_tokens, retention, miss
-        sequence.num_cached_tokens, sequence.reuses = num_cached, reuses
-    if num_reused:
-        _fill_from_tree(state, sequence, num_reused)
-    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * tree.block_bytes :]))
+    sources = None if match is None or match.source is None else _sources(match)
+    sequence = resumed
+    if sequence is None:
+        miss = miss_of(state, prompt, namespace, match)
+        sequence = Sequence(rows, namespace, wishes, num_tokens, num_cached, miss)
+    _open_row(state, sequence, match, num_reused)
+    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * state.tree.block_bytes :]))
     if state.is_plain:
-        num_missing = needs[0] - state.pools[0].num_free
-        if num_missing > 0:
-            state.counters.groups[0].num_reallocated += num_missing
-            tree.evict(state.pools[0], num_missing)
-        rows.block_table[0, sequence.row, num_reused:num_blocks] = state.take(0, num_blocks - num_reused)
+        _fill_alone(state, sequence.row, num_reused, num_blocks)
     else:
-        _fill_groups(state, sequence, match, needs, num_cached, num_encoder_tokens)
-    if sources is not None or retention is not None:
+        _fill_groups(state, sequence, match, needs, num_cached, wishes.num_encoder_tokens)
+    if sources is not None or sequence.retention is not None:
         _note_cached(state, sequence, match, sources, num_reused)
-    if num_beams > 1:
-        branches.add_beams(state, sequence, bytes(prompt), num_beams)
+    if wishes.num_beams > 1:
+        branches.add_beams(state, sequence, bytes(prompt), wishes.num_beams)
     return sequence
 
 
-def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
+def _open_row(state: CacheState, sequence: Sequence, match: Match | None, num_reused: int) -> None:
+    """Give a sequence a row that holds what was matched and shows its blocks, and count a hit of each extent."""
+    tree, rows = state.tree, state.rows
+    extent = tree.root(sequence.namespace) if match is None else extent_of(state, match)
+    tree.hold(extent)
+    row = rows.open(sequence, extent)
+    if not num_reused:
+        return
+    node, end, table = extent, num_reused, rows.table_of[0][row]
+    while node.parent is not None:
+        node.hits += 1
+        start = node.start
+        if state.has_full:
+            table[start:end] = node.blocks[0]
+        node, end = node.parent, start
+    if state.linear:
+        holdings.share(state, row, extent, num_reused)
+
+
+def count_prompt(state: CacheState, sequence: Sequence) -> None:
     """Count a prompt that has just been admitted, and the blocks of each group that it reused or was given."""
     num_tokens, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
-    counters, miss = state.counters, sequence.miss
+    counters, miss, num_beams = state.counters, sequence.miss, 1
     counters.num_admitted += 1
     counters.num_query_tokens += num_tokens
     counters.num_hit_tokens += num_cached
-    if miss:
-        counters.misses[miss] = counters.misses.get(miss, 0) + num_tokens - 1 - num_cached
     counters.recent.append((num_tokens, num_cached))
+    if miss:
+        counters.misses[miss] += num_tokens - 1 - num_cached
     num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size
     num_new = num_blocks - num_reused
-    if num_beams > 1:
+    if sequence._beams is not None:
+        num_beams = len(sequence._beams)
         num_new += (num_beams - 1) * (num_blocks - num_tokens // state.block_size)
-    groups = counters.groups
-    if state.is_plain:
-        only = groups[0]
-        only.num_reused += num_reused
-        only.num_missed += num_new
-        return
-    row, rows = sequence.row, state.rows
     if state.has_full:
-        groups[0].admit(num_reused, num_new)
+        full = counters.groups[0]
+        full.num_reused += num_reused
+        full.num_missed += num_new
+    if not state.is_plain:
+        _count_in_groups(state, sequence.row, num_reused, num_new - num_blocks, num_beams)
+
+
+def _count_in_groups(state: CacheState, row: int, num_reused: int, num_more: int, num_beams: int) -> None:
+    """Count what a prompt reuses in the other groups, and what it was given: `num_more` than its row has columns."""
+    rows, groups = state.rows, state.counters.groups
     for group in state.linear:
-        index = group.index
-        num_holes = max(rows.firsts_of[index][row] - group.span.num_sink_blocks, 0)
-        groups[index].admit(num_reused - num_holes, num_new + rows.ends_of[index][row] - num_blocks)
+        index, counts = group.index, groups[group.index]
+        num_holes = rows.firsts_of[index][row] - group.span.num_sink_blocks
+        counts.num_reused += num_reused - num_holes if num_holes > 0 else num_reused
+        counts.num_missed += rows.ends_of[index][row] + num_more
     if state.recurrent is not None:
         groups[state.recurrent.index].admit(0, num_beams)
     if state.cross is not None:
         groups[state.cross].admit(0, rows.ends_of[state.cross][row])
+
+
+def _fill_alone(state: CacheState, row: int, start: int, end: int) -> None:
+    """Give a row new blocks at columns start .. end-1 of the only table; so many must be free or evictable."""
+    pool, counts, n = state.pools[0], state.counters.groups[0], end - start
+    missing = n - pool.num_free
+    if missing > 0:
+        counts.num_reallocated += missing
+        state.tree.evict(pool, missing)
+    counts.num_allocated += n
+    pool.take_into(state.rows.table_of[0][row], start, end)
 
 
 def _fill_groups(
@@ -268,19 +283,6 @@ def _checkpoint(state: CacheState, match: Match | None) -> int | None:
 def extent_of(state: CacheState, match: Match) -> Extent:
     """Return the extent that ends where the whole blocks of a match do, split off where needed."""
     return match.extent if match.child is None else state.tree.split(match.child, match.child_blocks)
-
-
-def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> None:
-    """Write the blocks that a sequence reuses into its row's table, hold them, and count a hit of each extent."""
-    table, row, extent = state.rows.block_table, sequence.row, sequence._extent
-    node, end = extent, num_reused
-    while node.parent is not None:
-        node.hits += 1
-        if state.has_full:
-            table[0, row, node.start : end] = node.blocks[0]
-        node, end = node.parent, node.start
-    if state.linear:
-        holdings.share(state, row, extent, num_reused)
 
 
 def _sources(match: Match) -> Blocks:

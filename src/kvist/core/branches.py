@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvist.core import holdings, recurrent, rewinding, rings
 from kvist.core.arguments import as_int_array
 from kvist.core.rows import RUNNING, WAITING, RowState
-from kvist.core.sequences import Encoder, Sequence
+from kvist.core.sequences import Encoder, Sequence, Wishes
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError
@@ -34,12 +34,18 @@ def fork(state: CacheState, sequence: Sequence, n: int) -> list[Sequence]:
     for _ in range(n):
         state.tree.hold(past.extent)
         holdings.hold_past(state, past)
-        child = state.rows.open(sequence.namespace, past.extent, publishes=sequence.publishes)
-        child.num_cached_tokens, child.reuses = sequence.num_cached_tokens, sequence.reuses
+        child = _like(state, sequence)
+        state.rows.open(child, past.extent)
         state.join_encoder(child, sequence._encoder)
         _copy_into(state, child, past)
         children.append(child)
     return children
+
+
+def _like(state: CacheState, sequence: Sequence) -> Sequence:
+    """Return a new sequence that publishes and reuses as another one does, and has no row yet."""
+    wishes = Wishes(sequence.publishes, sequence.reuses)
+    return Sequence(state.rows, sequence.namespace, wishes, num_cached_tokens=sequence.num_cached_tokens)
 
 
 def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> None:
@@ -188,8 +194,9 @@ def add_beams(state: CacheState, leader: Sequence, prompt: bytes, num_beams: int
     )
     for _ in range(num_beams - 1):
         state.tree.hold(root)
-        beam = rows.open(leader.namespace, root, publishes=leader.publishes)
-        beam.leader, beam.num_cached_tokens, beam.reuses = leader, leader.num_cached_tokens, leader.reuses
+        beam = _like(state, leader)
+        rows.open(beam, root)
+        beam.leader = leader
         rows.set_state(beam, WAITING)
         state.join_encoder(beam, leader._encoder)
         rows.restore(beam, holdings.published_part(state, past))
@@ -259,7 +266,7 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
     state.rows.set_state(heir, RUNNING)
     state.rows.set_state(sequence, WAITING)
     sequence.leader = heir
-    state.note_committed(heir.row)
+    state.note_committed(heir.row, ours.num_computed)
     rewinding.rewind_own(state, heir, theirs.num_published * state.block_size + len(theirs.tokens) // TOKEN_BYTES)
     for beam in waiting:
         beam.leader = heir if beam is not heir else None

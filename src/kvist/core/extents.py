@@ -96,7 +96,7 @@ class Extent:
     @property
     def num_blocks(self) -> int:
         """Blocks per group, the partly filled one included."""
-        return len(self.blocks[0])
+        return int(self.blocks.shape[1])
 
     @property
     def priority(self) -> int:
@@ -157,15 +157,14 @@ class Match:
     groups lack what they would need there.
     """
 
-    child: Extent | None = None
-    child_blocks = 0
-    source: Extent | None = None
-    source_block = 0
-    num_partial_tokens = 0
+    __slots__ = ("child", "child_blocks", "extent", "known", "num_partial_tokens", "position", "source", "source_block")
 
     def __init__(self, extent: Extent, position: int) -> None:
         self.extent = extent
         self.position = self.known = position
+        self.child: Extent | None = None
+        self.source: Extent | None = None
+        self.child_blocks = self.source_block = self.num_partial_tokens = 0
 
     @property
     def bottom(self) -> Extent:

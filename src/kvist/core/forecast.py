@@ -22,7 +22,7 @@ from kvist.core.extents import Extent, Namespace
 from kvist.core.identity import UNKNOWN, Media
 from kvist.core.promotion import find_lower
 from kvist.core.retention import Retention
-from kvist.core.sequences import Sequence
+from kvist.core.sequences import Sequence, Wishes
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES, TokenArray, Tokens, as_token_array, as_token_bytes
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
@@ -303,16 +303,9 @@ class TriedForecast(Forecast):
         held = None
         if match is not None and state.lower is not None and not asked.num_encoder_tokens:
             match, held = admission.bring_up(state, asked.tokens, asked.namespace, match, asked.num_beams)
-        admission.admit(
-            state,
-            asked.tokens,
-            asked.namespace,
-            match,
-            publishes=False,  # what stands for unknown tokens must not be found
-            retention=None,
-            num_beams=asked.num_beams,
-            num_encoder_tokens=asked.num_encoder_tokens,
-        )
+        # What stands for unknown tokens must not be found.
+        wishes = Wishes(False, num_beams=asked.num_beams, num_encoder_tokens=asked.num_encoder_tokens)
+        admission.admit(state, asked.tokens, asked.namespace, match, wishes)
         if held is not None:
             state.tree.release(held)
 

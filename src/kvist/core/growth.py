@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -153,7 +154,7 @@ def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes:
                 Move(source, destination, n, group, source_offset=from_offset, destination_offset=to_offset)
             )
     rows.computed_of[row] = base + len(ids)
-    state.note_committed(row)
+    state.note_committed(row, base + len(ids))
 
 
 def _runs(
@@ -174,20 +175,20 @@ def _runs(
         at += n
 
 
-def commit_one(state: CacheState, sequence: Sequence) -> None:
+def commit_one(state: CacheState, named: Any) -> None:
     """Commit all tokens of one sequence without array operations, which cost more than they save for a single row."""
     rows = state.rows
-    if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not rows or sequence.leader is not None:
-        rows.check_running(sequence, "commit")
+    if type(named) is not Sequence or named.row < 0 or named._rows is not rows or named.leader is not None:
+        rows.check_running(named, "commit")
+    sequence: Sequence = named
     row = sequence.row
+    num_tokens = rows.tokens_of[row]
     if state.max_chunk_tokens:
-        _check_chunk(state, np.array([row]), np.array([rows.tokens_of[row]]))
+        _check_chunk(state, np.array([row]), np.array([num_tokens]))
     if rows.num_waiting:
-        branches.require_exact_prompt(state, sequence, rows.tokens_of[row])
-    rows.computed_of[row] = rows.tokens_of[row]
-    state.note_committed(row)
-    if state.is_plain and not rows.num_waiting:
-        return
+        branches.require_exact_prompt(state, sequence, num_tokens)
+    rows.computed_of[row] = num_tokens
+    state.note_committed(row, num_tokens)
     if state.recurrent is not None:
         recurrent.checkpoint(state, np.array([row]))
     if rows.num_waiting:

@@ -108,7 +108,7 @@ def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int3
     published, first = rows.published_of[row], rows.firsts_of[index][row]
     if not span.num_sink_blocks:
         return rows.block_table[index, row, first:published]
-    return _without_holes(rows.block_table[index, row], 0, published, first, group.span.num_sink_blocks)
+    return _without_holes(rows.block_table[index, row], 0, published, first, span.num_sink_blocks)
 
 
 def give_own(state: CacheState, row: int, keep: int) -> None:
@@ -129,8 +129,9 @@ def give_own(state: CacheState, row: int, keep: int) -> None:
 
 def give_all_own(state: CacheState, row: int) -> None:
     """Give back all of a row's own blocks, in all groups whose tables grow but the full one."""
+    rows = state.rows
     for group in state.linear:
-        if group.span.ring is not None or state.rows.ends_of[group.index][row] > state.rows.published_of[row]:
+        if group.span.ring is not None or rows.ends_of[group.index][row] > rows.published_of[row]:
             group.pool.give(held_blocks(state, group, row)[1])
 
 
@@ -155,11 +156,11 @@ def _is_only_holder(extent: Extent, first: int) -> bool:
 
 def release_shared(state: CacheState, sequence: Sequence) -> None:
     """End a row's hold of the tree's blocks in span; the extents must still be held."""
-    row, extent = sequence.row, sequence._extent
+    row, extent, rows = sequence.row, sequence._extent, state.rows
     for group in state.linear:
         shared = _shared(state, group, row)
         if len(shared):
-            first = state.rows.firsts_of[group.index][row]
+            first = rows.firsts_of[group.index][row]
             if _is_only_holder(extent, 0 if group.span.num_sink_blocks else first):
                 group.relinquish_all(shared)
             else:
@@ -230,17 +231,18 @@ def share(state: CacheState, row: int, extent: Extent, num_columns: int) -> None
 
     The extent must be held already.
     """
-    rows = state.rows
+    rows, start, num_tokens = state.rows, extent.start, num_columns * state.block_size
     for group in state.linear:
         index, num_sinks = group.index, group.span.num_sink_blocks
-        first = min(group.span.first_block(num_columns * state.block_size), num_columns)
-        table = rows.block_table[index, row]
+        first = min(group.span.first_block(num_tokens), num_columns)
         rows.firsts_of[index][row], rows.ends_of[index][row] = first, num_columns
-        if num_sinks or extent.start > first:
+        if num_sinks or start > first:
+            table = rows.block_table[index, row]
             _show(table, index, extent, first, num_sinks)
+            shared = _without_holes(table, 0, num_columns, first, num_sinks)
         else:
-            table[first:num_columns] = extent.blocks[index, first - extent.start :]
-        shared = _without_holes(table, 0, num_columns, first, num_sinks) if num_sinks else table[first:num_columns]
+            shared = extent.blocks[index, first - start :]
+            rows.table_of[index][row][first:num_columns] = shared
         if _is_only_holder(extent, 0 if num_sinks else first):
             group.retain_unheld(shared)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvist.core.extents import Extent, Loss, Namespace, Root
 
 __all__ = ["ASKED_FOR", "MADE_ROOM", "UNREACHABLE", "MAX_LOSSES_BELOW", "Losses"]
@@ -22,7 +24,8 @@ class Losses:
     __slots__ = ("_num_first", "_of_prompts")
 
     def __init__(self) -> None:
-        self._of_prompts: dict[tuple[Namespace, bytes], Loss] = {}
+        # A plain dict would look at all that has left it before it finds its first entry.
+        self._of_prompts: OrderedDict[tuple[Namespace, bytes], Loss] = OrderedDict()
         self._num_first: dict[bytes, int] = {}
 
     def note_of_prompt(self, root: Extent, key: bytes, loss: Loss) -> None:
@@ -30,7 +33,7 @@ class Losses:
         assert isinstance(root, Root)
         self._of_prompts[root.namespace, key] = loss
         if len(self._of_prompts) > MAX_LOSSES:
-            del self._of_prompts[next(iter(self._of_prompts))]
+            self._of_prompts.popitem(last=False)
 
     def after(self, namespace: Namespace, extent: Extent | None, key: bytes) -> Loss | None:
         """Return the eviction of what began with `key` below an extent, or of a prompt, if it is remembered."""

@@ -50,7 +50,7 @@ from kvist.core.moves import Move, one_by_one
 from kvist.core.recording import RESET, EventRecorder
 from kvist.core.retention import Retention
 from kvist.core.rows import NEVER
-from kvist.core.sequences import Sequence, Sequences
+from kvist.core.sequences import Sequence, Sequences, Wishes
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
@@ -58,7 +58,9 @@ from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, Transf
 
 __all__ = ["CacheCore"]
 
-NO_TOKENS = 0
+NO_TOKENS, ONE_BEAM = 0, 1
+NO_NAMESPACE: Namespace = ()
+"""What is the default, and so one object, need not be checked."""
 
 
 class CacheCore:
@@ -95,13 +97,13 @@ class CacheCore:
         self,
         tokens: Tokens,
         *,
-        namespace: Namespace = (),
+        namespace: Namespace = NO_NAMESPACE,
         media: Iterable[Media] = (),
         extra_ids: ArrayLike | None = None,
         retention: Retention | None = None,
         reuse: bool = True,
         publish: bool = True,
-        num_beams: int = 1,
+        num_beams: int = ONE_BEAM,
         encoder_tokens: int = NO_TOKENS,
     ) -> Sequence:
         """Admit a prompt: find its longest reusable prefix and allocate every block it needs.
@@ -122,38 +124,50 @@ class CacheCore:
         prompt = as_token_buffer(tokens)
         num_tokens = len(prompt) // TOKEN_BYTES
         state = self._state
-        check_namespace(namespace)
-        check_num_beams(num_beams)
-        num_encoder_tokens = 0 if encoder_tokens is NO_TOKENS else as_count(encoder_tokens, "encoder_tokens")
-        admission.check_prompt(state, num_tokens, num_beams, state.rows.num_free, num_encoder_tokens)
-        if retention is not None and not isinstance(retention, Retention):
-            raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
+        wishes, rows = state.usual_wishes, state.rows
+        if namespace is not NO_NAMESPACE:
+            check_namespace(namespace)
+        if not (retention is None and reuse and publish and num_beams is ONE_BEAM and encoder_tokens is NO_TOKENS):
+            wishes = self._wishes(retention, num_beams, encoder_tokens, reuse=bool(reuse), publish=bool(publish))
+            admission.check_prompt(state, num_tokens, wishes.num_beams, rows.num_free, wishes.num_encoder_tokens)
+        elif not 0 < num_tokens <= state.sure_tokens or rows.num_running == rows.max_sequences:
+            admission.check_prompt(state, num_tokens, 1, rows.num_free, 0)
         if media != () or extra_ids is not None:
             prompt = state.identify(prompt, media, extra_ids)
-        # What follows an encoder depends on what that has seen, which is not part of any identity here.
-        match = admission.match_prompt(state, prompt, namespace) if reuse and not num_encoder_tokens else None
-        held: list[Extent] = []
-        try:
-            if state.tree.has_tiers and reuse and not num_encoder_tokens:
-                match = self._bring_up(prompt, namespace, len(prompt) - TOKEN_BYTES, match, num_beams, held)
-            sequence = admission.admit(
-                state,
-                prompt,
-                namespace,
-                match,
-                publishes=bool(publish) and state.reuses and not num_encoder_tokens,
-                retention=retention,
-                num_beams=num_beams,
-                num_encoder_tokens=num_encoder_tokens,
-                reuses=bool(reuse) and not num_encoder_tokens,
-            )
-        finally:
-            for extent in held:
-                state.tree.release(extent)
+        match = admission.match_prompt(state, prompt, namespace) if wishes.reuses else None
+        if state.tree.has_tiers and wishes.reuses:
+            sequence = self._admit_from_tiers(prompt, namespace, match, wishes)
+        else:
+            sequence = admission.admit(state, prompt, namespace, match, wishes)
         if state.moves:
             self._perform_moves([sequence])
-        admission.count_prompt(state, sequence, num_beams)
+        admission.count_prompt(state, sequence)
         return sequence
+
+    def _wishes(
+        self, retention: Retention | None, num_beams: int, encoder_tokens: int, *, reuse: bool, publish: bool
+    ) -> Wishes:
+        """Check how a prompt is to be treated, unless it is as usual."""
+        check_num_beams(num_beams)
+        num_encoder_tokens = as_count(encoder_tokens, "encoder_tokens")
+        if retention is not None and not isinstance(retention, Retention):
+            raise ArgumentTypeError(f"retention is a {type(retention).__name__}, must be a Retention or None")
+        # What follows an encoder depends on what that has seen, which is not part of any identity here.
+        is_alone = num_encoder_tokens > 0
+        publishes = publish and self._state.reuses and not is_alone
+        return Wishes(publishes, reuse and not is_alone, retention, num_beams, num_encoder_tokens)
+
+    def _admit_from_tiers(
+        self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, wishes: Wishes
+    ) -> Sequence:
+        """Admit a prompt after what slower tiers have of it has been brought up."""
+        held: list[Extent] = []
+        try:
+            match = self._bring_up(prompt, namespace, len(prompt) - TOKEN_BYTES, match, wishes.num_beams, held)
+            return admission.admit(self._state, prompt, namespace, match, wishes)
+        finally:
+            for extent in held:
+                self._state.tree.release(extent)
 
     def _bring_up(
         self,
@@ -223,13 +237,14 @@ class CacheCore:
         Full blocks up to there become reusable. Raises SequenceError where the count is less than before or more than
         the tokens.
         """
+        state = self._state
         if num_computed_tokens is None and type(sequences) is list and len(sequences) == 1:
-            growth.commit_one(self._state, sequences[0])
+            growth.commit_one(state, sequences[0])
         else:
-            growth.commit_rows(self._state, self._state.rows.batch(sequences, "commit"), num_computed_tokens)
-        if self._state.keeper is not None and self._state.keeper.on_commit:
-            self._state.publish_committed()  # now, so that stores get it bit by bit
-        if self._state.moves:
+            growth.commit_rows(state, state.rows.batch(sequences, "commit"), num_computed_tokens)
+        if state.keeper is not None and state.keeper.on_commit:
+            state.publish_committed()  # now, so that stores get it bit by bit
+        if state.moves:
             self._perform_moves()
 
     def accept(self, sequence: Sequence, tokens: Tokens, nodes: ArrayLike) -> None:
@@ -299,11 +314,11 @@ class CacheCore:
         With `publish=False` that holds only for what has been published already.
         """
         state = self._state
-        if state.suspended and resuming.is_suspended(state, sequence):
-            sequence._suspended = None
-            del state.suspended[sequence]
-            return
         if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not state.rows:
+            if resuming.is_suspended(state, sequence):
+                sequence._suspended = None
+                del state.suspended[sequence]
+                return
             state.rows.check_live(sequence, "free")
         if sequence._beams is not None:
             branches.leave_beams(state, sequence)
@@ -371,7 +386,7 @@ class CacheCore:
         self,
         tokens: Tokens,
         *,
-        namespace: Namespace = (),
+        namespace: Namespace = NO_NAMESPACE,
         media: Iterable[Media] = (),
         extra_ids: ArrayLike | None = None,
     ) -> PrefixMatch:
@@ -380,7 +395,7 @@ class CacheCore:
         Arguments are those of `add_sequence`. Stores are asked, each for its time limit at most; what they say that
         they have is in `tiers`, and not in `num_tokens`: an admission has yet to get it.
         """
-        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
+        prompt = self._looked_up(tokens, namespace, media, extra_ids)
         match = admission.match_prompt(self._state, prompt, namespace)
         if not self._state.tree.has_tiers:
             return self._told(prompt, namespace, match)
@@ -409,17 +424,17 @@ class CacheCore:
 
     def _told(self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> PrefixMatch:
         """Say what a match of a prompt is, and why it is not longer."""
-        num_tokens = len(prompt) // TOKEN_BYTES
-        miss = misses.miss_of(self._state, prompt, namespace, match)
-        if miss == misses.COLD and self._state.publish_committed():  # another namespace may have just committed it
-            miss = misses.miss_of(self._state, prompt, namespace, match)
+        state, num_tokens = self._state, len(prompt) // TOKEN_BYTES
+        miss = misses.miss_of(state, prompt, namespace, match)
+        if miss == misses.COLD and state.publish_committed():  # another namespace may have just committed it
+            miss = misses.miss_of(state, prompt, namespace, match)
         evicted_s, eviction = None, ""
         if miss == misses.EVICTED:
-            loss = misses.loss_after(self._state, prompt, namespace, match)
+            loss = misses.loss_after(state, prompt, namespace, match)
             assert loss is not None
             evicted_s, eviction = self.clock() - loss[0], loss[1]
         if match is None:
-            return PrefixMatch(namespace, num_tokens, miss=miss, evicted_s=evicted_s, eviction=eviction)
+            return PrefixMatch(namespace, num_tokens, 0, 0, 0, miss, evicted_s, eviction)
         return PrefixMatch(
             namespace,
             num_tokens,
@@ -429,20 +444,21 @@ class CacheCore:
             miss,
             evicted_s,
             eviction,
-            match.runs(self._state.block_size) if match.position else (),
+            match.runs(state.block_size) if match.position else (),
         )
 
     def _looked_up(
         self, tokens: Tokens, namespace: Namespace, media: Iterable[Media], extra_ids: ArrayLike | None
-    ) -> tuple[bytes | memoryview, int]:
-        """Check a prompt that is only looked up; returns it packed, with its number of tokens."""
+    ) -> bytes | memoryview:
+        """Check a prompt that is only looked up; returns it packed."""
         prompt = as_token_buffer(tokens)
         if not prompt:
             raise ArgumentError("tokens is empty; a prompt has at least one token")
-        check_namespace(namespace)
+        if namespace is not NO_NAMESPACE:
+            check_namespace(namespace)
         if extra_ids is not None or media != ():
             prompt = self._state.identities.look(prompt, media, extra_ids)
-        return prompt, len(prompt) // TOKEN_BYTES
+        return prompt
 
     def pin(self, match: PrefixMatch, *, lifetime_s: float | None = None) -> Pin:
         """Hold the whole blocks of a match without a sequence, until `release`; works as a context manager, too.
@@ -479,7 +495,7 @@ class CacheCore:
         the device stays until it is evicted; what comes from stores waits in host memory for a while. Without room for
         all that host memory has, nothing of it is moved.
         """
-        prompt, _ = self._looked_up(tokens, namespace, media, extra_ids)
+        prompt = self._looked_up(tokens, namespace, media, extra_ids)
         state, limit = self._state, len(prompt) - TOKEN_BYTES
         match = admission.match_prompt(state, prompt, namespace)
         find = promotion.find_lower(state, prompt, namespace, limit, match)
@@ -737,7 +753,7 @@ class CacheCore:
         if isinstance(subject, Sequence):
             self._state.rows.check_live(subject, "explain")
             return explanation.of_sequence(self._state, subject)
-        prompt, _ = self._looked_up(subject, namespace, media, extra_ids)
+        prompt = self._looked_up(subject, namespace, media, extra_ids)
         match = self.match_prefix(subject, namespace=namespace, media=media, extra_ids=extra_ids)
         return explanation.of_prompt(self._state, bytes(prompt), match)
 
@@ -765,9 +781,11 @@ class CacheCore:
 
     def take_moves(self) -> list[Move]:
         """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""
-        moves = one_by_one(self._state.moves)
-        self._state.moves = [order for order in self._state.moves if isinstance(order, KeptBlocks)]
-        return moves
+        orders = self._state.moves
+        if not orders:
+            return []
+        self._state.moves = [order for order in orders if isinstance(order, KeptBlocks)]
+        return one_by_one(orders)
 
 
 def _read_only(array: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -28,35 +28,25 @@ MAX_COMPARED = 64
 
 def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> str:
     """Class the miss at the end of a match of all of a prompt but its last token; empty if nothing is missing."""
-    position, limit, block_bytes = 0, len(prompt) - TOKEN_BYTES, state.tree.block_bytes
-    if match is not None:
-        position = match.position
+    tree, limit = state.tree, len(prompt) - TOKEN_BYTES
+    if match is None:
+        position = num_partial = 0
+    else:
+        position, num_partial = match.position, match.num_partial_tokens
         if match.known > position:
             return WINDOW
-        if position + match.num_partial_tokens * TOKEN_BYTES >= limit:
-            return ""
-    elif not limit:
+    if position + num_partial * TOKEN_BYTES >= limit:
         return ""
+    end = position + tree.block_bytes
     if match is None or match.child is None:
-        if _is_evicted(state, prompt, namespace, match):
+        key = bytes(prompt[position:end])
+        if tree.losses.after(namespace, None if match is None else match.extent, key) is not None:
             return EVICTED
-        if state.rows.num_running and _is_uncommitted(state, prompt, namespace, match):
+        if state.rows.num_running and _is_uncommitted(state, namespace, match, key):
             return UNCOMMITTED
-    if position + block_bytes > limit:
-        return UNDER_A_BLOCK
-    if not position and state.tree.losses.is_first_elsewhere(
-        bytes(prompt[:block_bytes]), state.tree.roots.get(namespace)
-    ):
-        return OTHER_NAMESPACE
-    return COLD
-
-
-def _is_evicted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:
-    """Say whether what followed a match that ends with an extent was evicted, as far as that is remembered."""
-    if match is None or not match.position:
-        return loss_after(state, prompt, namespace, match) is not None
-    position, lost = match.position, match.extent.lost
-    return lost is not None and bytes(prompt[position : position + state.tree.block_bytes]) in lost
+        if not position and end <= limit and tree.losses.is_first_elsewhere(key, tree.roots.get(namespace)):
+            return OTHER_NAMESPACE
+    return UNDER_A_BLOCK if end > limit else COLD
 
 
 def loss_after(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> Loss | None:
@@ -66,13 +56,12 @@ def loss_after(state: CacheState, prompt: bytes | memoryview, namespace: Namespa
     return state.tree.losses.after(namespace, None if match is None else match.extent, key)
 
 
-def _is_uncommitted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:
-    """Say whether a running sequence goes on from the match with tokens that are not committed yet."""
+def _is_uncommitted(state: CacheState, namespace: Namespace, match: Match | None, key: bytes) -> bool:
+    """Say whether a running sequence goes on from the match with tokens of `key` that are not committed yet."""
     rows = state.rows
     position, num_partial = (0, 0) if match is None else (match.position, match.num_partial_tokens)
     num_blocks, least = position // state.tree.block_bytes, num_partial * TOKEN_BYTES
     start = num_blocks * state.block_size
-    key = bytes(prompt[position : position + state.tree.block_bytes])
     same_place = np.flatnonzero((rows.num_published == num_blocks) & (rows.num_tokens > start + num_partial))
     for row in same_place[:MAX_COMPARED].tolist():
         sequence = rows.sequence_at(row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,10 +24,12 @@ class BlockPool:
     (4, [1, 2, 3])
     """
 
-    __slots__ = ("_free", "num_blocks", "num_free")
+    __slots__ = ("_free", "_ids", "num_blocks", "num_free")
 
     def __init__(self, num_blocks: int) -> None:
         self._free = np.arange(num_blocks, dtype=np.int32)
+        # The same memory: copying a few ids costs half of what it costs in arrays, which are buffers to typing, too.
+        self._ids: Any = self._free.data
         self.num_blocks = self.num_free = num_blocks
 
     def take(self, n: int) -> NDArray[np.int32]:
@@ -38,15 +42,24 @@ class BlockPool:
         self.num_free = left
         return taken
 
-    def give(self, blocks: NDArray[np.int32]) -> None:
-        """Give blocks back; each must have been taken."""
-        end = self.num_free + len(blocks)
-        if end > self.num_blocks:
+    def take_into(self, table: memoryview, start: int, end: int) -> None:
+        """Take blocks for the columns start .. end-1 of a row's table, int32 `[columns]`; so many must be free."""
+        left = self.num_free - end + start
+        if not 0 <= left <= self.num_free:
             raise AssertionError(
-                f"{len(blocks)} blocks given to a pool that lacks {self.num_blocks - self.num_free}: given twice"
+                f"{end - start} blocks asked of a pool with {self.num_free} free: the caller must check first"
             )
-        self._free[self.num_blocks - end : self.num_blocks - self.num_free] = blocks
-        self.num_free = end
+        stop = self.num_blocks - left
+        table[start:end] = self._ids[stop - end + start : stop]
+        self.num_free = left
+
+    def give(self, blocks: NDArray[np.int32] | memoryview) -> None:
+        """Give blocks back; each must have been taken."""
+        n, stop = len(blocks), self.num_blocks - self.num_free
+        if n > stop:
+            raise AssertionError(f"{n} blocks given to a pool that lacks {stop}: given twice")
+        self._ids[stop - n : stop] = blocks
+        self.num_free += n
 
     def copy_from(self, other: BlockPool) -> None:
         """Have the same blocks free, in the same order, as another pool of this size."""

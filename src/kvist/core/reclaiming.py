@@ -93,16 +93,19 @@ def evict_positions(tree: PrefixTree, num_blocks: int) -> int:
 def _num_kept(tree: PrefixTree, extent: Extent, pool: BlockPool | None, groups: list[SpannedGroup], wanted: int) -> int:
     """Count the leading columns of a victim that stay when so many blocks of a pool go from its tail."""
     num_blocks: int = extent.blocks.shape[1]
-    keep = max(num_blocks - wanted, 0)
-    if groups:
+    of_full = int(pool is not None and pool is tree.full_pool)
+    if not groups:
+        keep = num_blocks - wanted
+    elif not extent.has_holes:
+        keep = num_blocks + -wanted // (len(groups) + of_full)
+    else:
         present = np.sum([extent.blocks[group.index] >= 0 for group in groups], axis=0)
-        from_tail = np.cumsum(present[::-1] + (pool is not None and pool is tree.full_pool))
+        from_tail = np.cumsum(present[::-1] + of_full)
         total = int(from_tail[-1])
         if not total:
             return num_blocks
         keep = num_blocks - 1 - int(np.searchsorted(from_tail, min(wanted, total)))
-    reached: int = tree.reach(extent, extent.start + keep) if keep else 0
-    return max(reached - extent.start, 0)
+    return max(tree.reach(extent, extent.start + keep) - extent.start, 0) if keep > 0 else 0
 
 
 def _take_anywhere(tree: PrefixTree, group: SpannedGroup, wanted: int) -> None:

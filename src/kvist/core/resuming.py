@@ -6,7 +6,7 @@ from typing import Any
 
 from kvist.core import admission, branches, holdings
 from kvist.core.extents import Extent, Match
-from kvist.core.sequences import Sequence, Suspended
+from kvist.core.sequences import Sequence, Suspended, Wishes
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import OutOfBlocks, SequenceError
@@ -36,6 +36,7 @@ def resume(state: CacheState, sequence: Sequence) -> int:
     assert suspended is not None
     num_lost = _readmit(state, sequence, suspended.tokens, suspended.num_computed, suspended.num_encoder_tokens)
     del state.suspended[sequence]
+    sequence._suspended = None
     version = state.rows.version
     version[sequence.row] = max(version.item(sequence.row), suspended.version) + 1
     state.counters.num_resumed += 1
@@ -97,11 +98,8 @@ def _admit_again(
         tokens,
         sequence.namespace,
         match,
-        publishes=sequence.publishes,
-        retention=sequence.retention,
-        num_beams=1,
-        num_encoder_tokens=num_encoder_tokens,
-        resumed=sequence,
+        Wishes(sequence.publishes, sequence.reuses, sequence.retention, 1, num_encoder_tokens),
+        sequence,
     )
 
 

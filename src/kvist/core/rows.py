@@ -18,7 +18,7 @@ from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentTypeError, SequenceError
 
 if TYPE_CHECKING:
-    from kvist.core.extents import Extent, Namespace, Twins
+    from kvist.core.extents import Extent, Twins
 
 __all__ = ["NEVER", "RUNNING", "WAITING", "Batch", "RowState", "SequenceRows"]
 
@@ -94,6 +94,9 @@ class SequenceRows:
     first to the end, and the sinks. Other entries of the table are 0. A ring has all up to its end; once `wrapped`, of
     its first `frozen` columns those from the sinks to the first are the row's own (see `holdings`), and tokens up to
     `most_tokens` may have been written. `bubble` positions after the sinks of a ring are not used.
+
+    `columns_of` are views of the table by row, `[num_groups, columns]`, and `table_of` is the same memory by group and
+    row, int32 `[columns]`: copying a few ids costs half of what it costs in arrays.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class SequenceRows:
         self.block_size = block_size
         self.rings = [(group, span.ring) for group, span in enumerate(spans) if span.ring is not None]
         self.bubble = max(span.ring.num_bubble_tokens if span.ring else 0 for span in spans)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.num_tokens, self.num_computed, self.num_published, self.limit, self.version = np.zeros(
             (5, max_sequences), np.int64
         )
@@ -129,7 +132,12 @@ class SequenceRows:
         self.wrapped = np.zeros(max_sequences, np.bool_)
         self.most_tokens = np.zeros(max_sequences, np.int64)
         self.state = np.zeros(max_sequences, np.uint8)
+        self.state_of = self.state.data
         self.block_table = np.zeros((num_groups, max_sequences, self.columns_for(max_tokens)), np.int32)
+        self.columns_of = [self.block_table[:, row] for row in range(max_sequences)]
+        self.table_of = [[row.data for row in table] for table in self.block_table]
+        self._groups = list(zip(self.table_of, self.firsts_of, self.ends_of, strict=True))
+        self._no_blocks = np.zeros(self.columns_for(max_tokens), np.int32).data
         self.tail_tokens = max(4 * block_size, MIN_TAIL_TOKENS) + CACHE_LINE_TOKENS
         self.tail = np.zeros(max_sequences * self.tail_tokens, np.int32)
         self.sequences: list[Sequence | None] = [None] * max_sequences
@@ -181,39 +189,32 @@ class SequenceRows:
         assert sequence is not None, f"row {row} has no sequence"
         return sequence
 
-    def open(
-        self, namespace: Namespace, extent: Extent, *, publishes: bool, resumed: Sequence | None = None
-    ) -> Sequence:
-        """Give a new sequence, or one that is resumed, a row; there must be one."""
+    def open(self, sequence: Sequence, extent: Extent) -> int:
+        """Give a sequence that has none a row, and an extent, which is held for it; returns the row."""
         row = self._free_rows.pop()
-        if resumed is None:
-            sequence = Sequence(self, row, namespace, extent, publishes=publishes)
-        else:
-            sequence = resumed
-            sequence.row, sequence._extent, sequence._suspended = row, extent, None
+        sequence.row, sequence._extent = row, extent
         self.sequences[row] = sequence
         self.num_running += 1
-        self.state[row] = RUNNING
+        self.state_of[row] = RUNNING
         self._last_batch = None
-        return sequence
+        return row
 
     def close(self, sequence: Sequence) -> None:
         """Take the row back; its blocks must have been given back."""
         row = sequence.row
-        if self.is_plain:
-            self.block_table[0, row, : self.blocks_of[row]] = 0
-        else:
-            self.block_table[:, row, : self.width(row)] = 0
-            for firsts, ends in zip(self.firsts_of, self.ends_of, strict=True):
-                firsts[row] = ends[row] = 0
+        for tables, firsts, ends in self._groups:
+            end = ends[row]
+            tables[row][:end] = self._no_blocks[:end]
+            firsts[row] = ends[row] = 0
+        if self.rings:
             self.frozen[:, row] = 0
             self.wrapped[row] = False
             self.most_tokens[row] = 0
-        self.num_waiting -= sequence.leader is not None
+        if sequence.leader is not None:
+            self.num_waiting -= 1
         self.tokens_of[row] = self.computed_of[row] = self.blocks_of[row] = self.published_of[row] = 0
-        self.limit_of[row] = 0
         self.due_of[row] = NEVER
-        self.state[row] = FREE
+        self.state_of[row] = FREE
         self.sequences[row] = None
         self.num_running -= 1
         self._free_rows.append(row)
@@ -230,7 +231,8 @@ class SequenceRows:
         self.blocks_of[row], self.published_of[row] = num_blocks, num_reused
         self.due_of[row] = start + self.block_size if sequence.publishes else NEVER
         self.origin_of[row] = row * self.tail_tokens - end
-        self.limit_of[row] = min(num_blocks * self.block_size - self.bubble, self.max_tokens, end + self.tail_tokens)
+        capacity = num_blocks * self.block_size - self.bubble  # less than a block, and so than a tail, behind the end
+        self.limit_of[row] = capacity if capacity < self.max_tokens else self.max_tokens
         if self.rings:
             self.refresh_limit(row)
 
@@ -240,7 +242,7 @@ class SequenceRows:
         self.state[sequence.row] = state
         self._last_batch = None
 
-    def check_running(self, sequence: Sequence, call: str) -> None:
+    def check_running(self, sequence: Any, call: str) -> None:
         """Raise SequenceError unless the sequence is a live one of this manager that runs."""
         self.check_live(sequence, call)
         if sequence.leader is not None:
@@ -248,7 +250,7 @@ class SequenceRows:
                 f"{call}: {sequence!r} is a beam that waits until its beam 0 has committed the whole prompt"
             )
 
-    def check_live(self, sequence: Sequence, call: str) -> None:
+    def check_live(self, sequence: Any, call: str) -> None:
         """Raise unless it is a live sequence of this manager."""
         if type(sequence) is not Sequence:
             raise ArgumentTypeError(f"{call}: expected a Sequence, got {type(sequence).__name__}")
@@ -476,11 +478,9 @@ class SequenceRows:
     def token_bytes(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Return the packed unpublished tokens at positions start .. end-1."""
         row, base = sequence.row, sequence._earlier_start
-        tail_start = self.tail_start(row)
-        earlier = (
-            sequence._earlier[(start - base) * TOKEN_BYTES : (end - base) * TOKEN_BYTES] if start < tail_start else b""
-        )
-        if end <= tail_start:
-            return bytes(earlier)
         origin = self.origin_of[row]
+        tail_start = row * self.tail_tokens - origin
+        if end <= tail_start:
+            return bytes(sequence._earlier[(start - base) * TOKEN_BYTES : (end - base) * TOKEN_BYTES])
+        earlier = sequence._earlier[(start - base) * TOKEN_BYTES :] if start < tail_start else b""
         return bytes(earlier) + self.tail[origin + max(start, tail_start) : origin + end].tobytes()

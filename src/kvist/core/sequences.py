@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvist.core.extents import Extent, Namespace
     from kvist.core.rows import SequenceRows
 
-__all__ = ["Encoder", "Sequence", "Sequences", "Suspended"]
+__all__ = ["Encoder", "Sequence", "Sequences", "Suspended", "Wishes"]
 
 Sequences = Iterable["Sequence"] | NDArray[np.integer[Any]]
 
@@ -39,6 +39,17 @@ class Suspended:
     num_computed: int
     num_encoder_tokens: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a prompt is to be treated: whether it leaves content to others, reuses theirs, how long that should stay."""
+
+    publishes: bool
+    reuses: bool = True
+    retention: Retention | None = None
+    num_beams: int = 1
+    num_encoder_tokens: int = 0
 
 
 class Sequence:
@@ -71,31 +82,37 @@ class Sequence:
         "row",
     )
 
-    def __init__(self, rows: SequenceRows, row: int, namespace: Namespace, extent: Extent, *, publishes: bool) -> None:
+    def __init__(
+        self,
+        rows: SequenceRows,
+        namespace: Namespace,
+        wishes: Wishes,
+        num_prompt_tokens: int = 0,
+        num_cached_tokens: int = 0,
+        miss: str = "",
+    ) -> None:
+        """Make a sequence that has no row yet: `SequenceRows.open` gives it one."""
         self._rows = rows
-        self.row = row
+        self.row = -1
         self.namespace = namespace
-        self._extent = extent
-        self.publishes = publishes
-        self.reuses = True
-        self.num_cached_tokens = 0
+        self._extent: Extent
+        self.publishes, self.reuses, self.retention = wishes.publishes, wishes.reuses, wishes.retention
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = num_cached_tokens
+        self.miss = miss
+        self.num_shared_tokens = self._earlier_start = 0
         self.leader: Sequence | None = None
-        self.num_prompt_tokens = 0
-        self.retention: Retention | None = None
         self._beams: list[Sequence] | None = None
         self._earlier: bytes | bytearray = b""
-        self._earlier_start = 0
         self._checkpoints: list[tuple[int, int]] = []
         self._encoder: Encoder | None = None
         self._suspended: Suspended | None = None
-        self.num_shared_tokens = 0
-        self.miss = ""
 
     def copied(self, rows: SequenceRows, extent: Extent) -> Sequence:
         """Return a copy in other rows that holds another extent; who its beams are is the caller's business."""
-        twin = Sequence(rows, self.row, self.namespace, extent, publishes=self.publishes)
-        twin.reuses, twin.miss, twin.retention = self.reuses, self.miss, self.retention
-        twin.num_prompt_tokens, twin.num_cached_tokens = self.num_prompt_tokens, self.num_cached_tokens
+        wishes = Wishes(self.publishes, self.reuses, self.retention)
+        twin = Sequence(rows, self.namespace, wishes, self.num_prompt_tokens, self.num_cached_tokens, self.miss)
+        twin.row, twin._extent = self.row, extent
         twin.num_shared_tokens, twin._checkpoints = self.num_shared_tokens, list(self._checkpoints)
         twin._earlier, twin._earlier_start = bytes(self._earlier), self._earlier_start
         return twin

@@ -258,7 +258,9 @@ class SpannedGroup:
 
     def give(self, column: NDArray[np.int32], *, has_holes: bool) -> int:
         """Give back the blocks of columns that leave the tree, which nobody may have in span; returns how many."""
-        blocks = column[column >= 0] if has_holes else column
-        self.pool.give(blocks)
-        self.num_evictable -= len(blocks)
-        return len(blocks)
+        if has_holes:
+            column = column[column >= 0]
+        n = len(column)
+        self.pool.give(column)
+        self.num_evictable -= n
+        return n

@@ -23,7 +23,7 @@ from kvist.core.pool import BlockPool
 from kvist.core.recording import EventRecorder
 from kvist.core.retention import Keep
 from kvist.core.rows import SequenceRows
-from kvist.core.sequences import Encoder, Sequence
+from kvist.core.sequences import Encoder, Sequence, Wishes
 from kvist.core.spanned import SpannedGroup
 from kvist.core.statistics import Counters
 from kvist.core.tree import PrefixTree
@@ -61,8 +61,9 @@ class CacheState:
         self.pools = [BlockPool(num_blocks) for num_blocks in config.pool_num_blocks]
         self.pool_of = list(config.pool_of)
         self._first_group = [self.pool_of.index(pool) for pool in range(len(self.pools))]
-        # A prompt of so few columns fits in every pool, whatever its groups.
+        # A prompt of so few columns, or tokens, fits in every pool, whatever its groups.
         self.sure_columns = min(pool.num_blocks // self.pool_of.count(i) for i, pool in enumerate(self.pools)) - 1
+        self.sure_tokens = min((self.sure_columns - 1) * self.block_size - 1, config.max_sequence_length)
         self._num_groups = [self.pool_of.count(pool) for pool in range(len(self.pools))]
         self._shares_pools = len(self.pools) < len(self.spans)
         self._num_evicted_for = [0] * len(self.pools)
@@ -81,6 +82,7 @@ class CacheState:
         self.cross = next((index for index, span in enumerate(self.spans) if span.kind == "cross"), None)
         # Unused positions after the sinks would shift tokens against blocks, so nothing could be matched.
         self.reuses = config.reuse and not any(rings.geometry(group).num_bubble_tokens for group in self.rings)
+        self.usual_wishes = Wishes(publishes=self.reuses)
         self.tree = PrefixTree(
             len(self.spans),
             self.pools[0] if self.has_full else None,
@@ -296,25 +298,23 @@ class CacheState:
 
     def require_evictable(self, needs: list[int], match: Match | None) -> None:
         """Raise OutOfBlocks unless so many blocks of each pool are free or can be evicted, as `require` does."""
-        if self._any_row_due or self._due_rows:
-            self.publish_committed()
-        if self._slides_due:
-            self.slide()
-        if self._expiring_pins:
-            self._expire_pins()
-        most_claimed = 0 if match is None else match.position // self.tree.block_bytes
-        if self.is_plain:
-            if needs[0] > self.pools[0].num_free + self.tree.num_evictable - most_claimed:
-                self._require_unclaimed(0, needs[0], match)
+        if self._surely_can(needs, 0 if match is None else match.position // self.tree.block_bytes):
             return
+        self.settle()
         for index, needed in enumerate(needs):
-            can, sharers = self.pools[index].num_free, self._sharers[index]
-            for group in sharers:
+            self._require_unclaimed(index, needed, match)
+
+    def _surely_can(self, needs: list[int], most_claimed: int) -> bool:
+        """Say whether pools have so many blocks, free or evictable, even if a match of so many columns holds all."""
+        of_full = self.tree.num_evictable if self.has_full else 0
+        for index, needed in enumerate(needs):
+            can = self.pools[index].num_free + of_full - most_claimed * self._num_groups[index]
+            for group in self._sharers[index]:
                 can += group.num_evictable
-            if not index and self.has_full:
-                can += self.tree.num_evictable
-            if needed > can - most_claimed * self._num_groups[index]:
-                self._require_unclaimed(index, needed, match)
+            if needed > can:
+                return False
+            of_full = 0
+        return True
 
     def _require_unclaimed(self, index: int, needed: int, match: Match | None) -> None:
         pool = self.pools[index]
@@ -377,20 +377,19 @@ class CacheState:
         """
         if num_computed is None:
             self.make_room(self.needs_between(start, end))
-        table = self.rows.block_table
         if self.has_full:
-            table[0, row, start:end] = self.take(0, end - start)
+            self.take_into(0, row, start, end)
         stop, ends_of = end, self.rows.ends_of
         if self.max_chunk_tokens and num_computed is not None:
             stop = self.chunk_end(self.rows.tokens_of[row], num_computed)
         for group in self.sliding:
             index = group.index
-            table[index, row, start:stop] = self.take(index, stop - start)
+            self.take_into(index, row, start, stop)
             ends_of[index][row] = stop
         for group in self.rings:
             stop = min(end, rings.geometry(group).num_blocks)
             if stop > start:
-                table[group.index, row, start:stop] = self.take(group.index, stop - start)
+                self.take_into(group.index, row, start, stop)
             self.rows.ends_of[group.index][row] = stop
         self.rows.blocks_of[row] = end
 
@@ -424,7 +423,7 @@ class CacheState:
             self._publish_last(sequence)
         keep, have = rows.published_of[row], rows.blocks_of[row]
         if have > keep and self.has_full:
-            self.pools[0].give(rows.block_table[0, row, keep:have])
+            self.pools[0].give(rows.table_of[0][row][keep:have])
         if not self.is_plain:
             self._end_in_groups(sequence)
         self._due_rows.discard(row)
@@ -436,7 +435,8 @@ class CacheState:
         holdings.give_all_own(self, row)
         if self.recurrent is not None:
             recurrent.give_states(self, sequence)
-        self.leave_encoder(sequence)
+        if self.cross is not None:
+            self.leave_encoder(sequence)
 
     def leave_encoder(self, sequence: Sequence) -> None:
         """Let a sequence leave its encoder's blocks, which go with the last that has them."""
@@ -478,14 +478,24 @@ class CacheState:
 
     def take(self, group: int, n: int) -> NDArray[np.int32]:
         """Take n free blocks for a group, and count them; returns a view that holds only until the next `give`."""
-        counters = self.counters.groups[group]
-        counters.num_allocated += n
+        self.counters.groups[group].num_allocated += n
         if self._shares_pools:
-            index = self.pool_of[group]
-            evicted = min(self._num_evicted_for[index], n)
-            counters.num_reallocated += evicted
-            self._num_evicted_for[index] -= evicted
+            self._count_reallocated(group, n)
         return self.group_pools[group].take(n)
+
+    def take_into(self, group: int, row: int, start: int, end: int) -> None:
+        """Take free blocks for columns start .. end-1 of a group's table, and count them."""
+        self.counters.groups[group].num_allocated += end - start
+        if self._shares_pools:
+            self._count_reallocated(group, end - start)
+        self.group_pools[group].take_into(self.rows.table_of[group][row], start, end)
+
+    def _count_reallocated(self, group: int, n: int) -> None:
+        """Count those of n blocks taken by a group that were evicted for it, or for others that share its pool."""
+        index = self.pool_of[group]
+        evicted = min(self._num_evicted_for[index], n)
+        self.counters.groups[group].num_reallocated += evicted
+        self._num_evicted_for[index] -= evicted
 
     def order_move(self, source: int, destination: int, num_tokens: int, group: int = 0) -> None:
         """Order a copy, unless the block already is where it should be."""
@@ -533,9 +543,9 @@ class CacheState:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    def note_committed(self, row: int) -> None:
-        """Note that one row has more computed tokens."""
-        if self.rows.computed_of[row] >= self.rows.due_of[row]:
+    def note_committed(self, row: int, num_computed: int) -> None:
+        """Note that one row has more computed tokens, so many in all."""
+        if num_computed >= self.rows.due_of[row]:
             self._due_rows.add(row)
         if self.sliding:
             self._slides_due = True
@@ -547,6 +557,8 @@ class CacheState:
 
     def publish_committed(self) -> bool:
         """Put every full committed block into the tree, and say whether there may have been any."""
+        if not self._any_row_due and not self._due_rows:
+            return False
         due = self._take_due_rows()
         for row in due:
             self.publish(self.rows.sequence_at(row))
@@ -621,17 +633,18 @@ class CacheState:
 
     def _publish_last(self, sequence: Sequence) -> None:
         """Publish all that is computed, a partly filled last block too, of a sequence that ends and holds no more."""
-        rows, row = self.rows, sequence.row
+        rows, row, block_size = self.rows, sequence.row, self.block_size
         start, computed = rows.published_of[row], rows.computed_of[row]
         if self.recurrent is not None:
             recurrent.keep_last_state(self, sequence)
         if not self.tree.partial:
-            computed -= computed % self.block_size
-        end = -(-computed // self.block_size)
+            computed -= computed % block_size
+        end = -(-computed // block_size)
         if end <= start:
             return
         for stop, keep in sequence._keeps(start, end):
-            existing, blocks = self._insert(sequence, start, stop, min(stop * self.block_size, computed), keep)
+            end_token = computed if stop == end else stop * block_size
+            existing, blocks = self._insert(sequence, start, stop, end_token, keep)
             if existing:
                 self.counters.num_shared_blocks += existing
                 if self.is_plain:
@@ -642,7 +655,7 @@ class CacheState:
                 holdings.adopt(self, sequence._extent, blocks[:, existing:], held=False)
                 self.tree.offer_spare(sequence._extent, start + existing)
             if self.keeper is not None:
-                self.keeper.committed(sequence._extent, start + existing, min(stop, computed // self.block_size))
+                self.keeper.committed(sequence._extent, start + existing, min(stop, computed // block_size))
             rows.published_of[row] = start = stop
         if self.recurrent is not None:
             sequence._checkpoints.clear()
@@ -651,14 +664,14 @@ class CacheState:
         """Put a row's blocks start .. stop-1 into the tree; returns how many leading ones it did not take, and all."""
         tokens = self.rows.token_bytes(sequence, start * self.block_size, end_token)
         if self.is_plain:
-            blocks: Blocks = self.rows.block_table[:, sequence.row, start:stop]
+            blocks: Blocks = self.rows.columns_of[sequence.row][:, start:stop]
             sequence._extent, existing = self.tree.insert(sequence._extent, tokens, blocks, keep)
         else:
             has_holes = holdings.has_holes(self, sequence, start)
             if has_holes or self.rings:
                 blocks = holdings.as_tree_blocks(self, sequence, start, stop)
             else:
-                blocks = self.rows.block_table[:, sequence.row, start:stop].copy()
+                blocks = self.rows.columns_of[sequence.row][:, start:stop].copy()
             apart = start == sequence.prompt_boundary
             sequence._extent, existing = self.tree.insert(
                 sequence._extent, tokens, blocks, keep, apart=apart, has_holes=has_holes

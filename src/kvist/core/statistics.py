@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -194,7 +194,7 @@ class Counters:
 
     def __init__(self, num_groups: int) -> None:
         self.groups = [GroupCounters() for _ in range(num_groups)]
-        self.misses: dict[str, int] = {}
+        self.misses: defaultdict[str, int] = defaultdict(int)
         self.num_admitted = self.num_query_tokens = self.num_hit_tokens = self.num_shared_blocks = 0
         self.num_suspended = self.num_resumed = self.num_recomputed_tokens = 0
         self.recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PROMPTS)

@@ -111,21 +111,21 @@ class PrefixTree:
 
     def find(self, extent: Extent, tokens: bytes | memoryview, limit: int, *, partial: bool) -> Match:
         """Follow `tokens` down from `extent`, at most `limit` bytes far; changes nothing."""
-        block_bytes = self.block_bytes
-        position = 0
-        while position < limit and extent.children:
-            child = extent.children.get(bytes(tokens[position : position + block_bytes]))
+        block_bytes, position = self.block_bytes, 0
+        children = extent.children
+        while children and position < limit:
+            key = bytes(tokens[position : position + block_bytes])
+            child = children.get(key)
             if child is None:
-                return self._find_beside(Match(extent, position), tokens, limit) if partial else Match(extent, position)
-            size = len(child.tokens)
-            if (
-                position + size > limit
-                or size % block_bytes
-                or not child.tokens.startswith(tokens[position : position + size])
-            ):
+                match = Match(extent, position)
+                if partial:
+                    self._find_beside(match, key[: limit - position])
+                return match
+            known = child.tokens
+            end = position + len(known)
+            if end > limit or len(known) % block_bytes or not known.startswith(tokens[position:end]):
                 return self._find_inside(Match(extent, position), child, tokens, limit, partial)
-            extent = child
-            position += size
+            extent, position, children = child, end, child.children
         return Match(extent, position)
 
     def _find_inside(self, match: Match, child: Extent, tokens: bytes | memoryview, limit: int, partial: bool) -> Match:
@@ -139,13 +139,9 @@ class PrefixTree:
             match.source, match.source_block, match.num_partial_tokens = child, blocks, rest // TOKEN_BYTES
         return match
 
-    def _find_beside(self, match: Match, tokens: bytes | memoryview, limit: int) -> Match:
-        position = match.position
-        rest = bytes(tokens[position : min(position + self.block_bytes, limit)])
+    def _find_beside(self, match: Match, rest: bytes) -> None:
         match.source, agreed = self._nearest(match.extent, rest)
-        if agreed:
-            match.num_partial_tokens = agreed // TOKEN_BYTES
-        return match
+        match.num_partial_tokens = agreed // TOKEN_BYTES
 
     def _nearest(self, extent: Extent, rest: bytes) -> tuple[Extent | None, int]:
         """Return the child whose first block agrees longest with `rest`, and in how many bytes."""
@@ -183,13 +179,11 @@ class PrefixTree:
 
     def reach(self, extent: Extent, num_blocks: int) -> int:
         """Return the longest prefix of at most that many blocks, on the path to an extent, that all groups reach."""
-        node: Extent | None = extent
-        while node is not None and not node.has_holes:
-            if node.start + self._widest <= num_blocks:
+        node, widest = extent, self._widest
+        while not node.has_holes:
+            if node.parent is None or not node.start or node.start + widest <= num_blocks:
                 return num_blocks
             node = node.parent
-        if node is None:
-            return num_blocks
         reached, last = num_blocks, -1
         while reached != last:
             last = reached
@@ -207,9 +201,9 @@ class PrefixTree:
     def hold(self, extent: Extent) -> None:
         """Keep an extent and all its ancestors from being evicted."""
         while True:
-            extent.references += 1
+            extent.references = held = extent.references + 1
             parent = extent.parent
-            if extent.references > 1 or parent is None:
+            if held > 1 or parent is None:
                 return
             self.num_evictable -= extent.blocks.shape[1]
             if extent.ticket:
@@ -220,8 +214,8 @@ class PrefixTree:
         """End one hold; what nothing refers to any more becomes evictable, deepest first, as used now."""
         self.tick = tick = self.tick + 1
         while True:
-            extent.references -= 1
-            if extent.references:
+            extent.references = left = extent.references - 1
+            if left:
                 return
             parent = extent.parent
             if parent is None:
@@ -316,23 +310,23 @@ class PrefixTree:
         partly filled; then the caller must release the hold at once. With `apart`, new content gets an extent of its
         own, so that what has been there before can be gone on from.
         """
-        known = held.children is not None and tokens[: self.block_bytes] in held.children
-        extent, existing = self._descend(held, tokens) if known else (held, 0)
-        if extent is not held:
+        key, extent, existing = tokens[: self.block_bytes], held, 0
+        if held.children and key in held.children:
+            num_blocks: int = blocks.shape[1]
+            extent, existing = self._descend(held, tokens)
             self.hold(extent)
             held.references -= 1
-        rest = tokens[existing * self.block_bytes :]
-        is_short = len(rest) < self.block_bytes
-        if not rest or ((is_short or extent.num_short_children) and self._is_covered(extent, rest)):
-            return extent, -(-len(tokens) // self.block_bytes)
-        extent = self._extend(
-            extent, rest, blocks[:, existing:], keep, listed=True, apart=apart and extent is held, has_holes=has_holes
-        )
-        return extent, existing
+            if existing == num_blocks:
+                return extent, existing
+            tokens, blocks, apart = tokens[existing * self.block_bytes :], blocks[:, existing:], False
+            key = tokens[: self.block_bytes]
+        if (extent.num_short_children or len(key) < self.block_bytes) and self._is_covered(extent, tokens):
+            return extent, existing + blocks.shape[1]
+        return self._extend(extent, key, tokens, blocks, keep, apart=apart, has_holes=has_holes), existing
 
     def insert_unlisted(self, held: Extent, tokens: bytes, blocks: Blocks) -> Extent:
         """Put whole blocks below an extent that the caller holds, for the holders only; move the hold there."""
-        return self._extend(held, tokens, blocks, DEFAULT_KEEP, listed=False, has_holes=bool(self.spanned))
+        return self._extend(held, None, tokens, blocks, DEFAULT_KEEP, apart=False, has_holes=bool(self.spanned))
 
     def _descend(self, extent: Extent, tokens: bytes) -> tuple[Extent, int]:
         match = self.find(extent, tokens, len(tokens), partial=False)
@@ -355,18 +349,21 @@ class PrefixTree:
     def _extend(
         self,
         extent: Extent,
+        key: bytes | None,
         tokens: bytes,
         blocks: Blocks,
         keep: Keep,
         *,
-        listed: bool,
-        apart: bool = False,
-        has_holes: bool = False,
+        apart: bool,
+        has_holes: bool,
     ) -> Extent:
-        """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along."""
+        """Grow an extent that only the caller has ever used, or give it a child; the caller's hold moves along.
+
+        `key` is the child's, None for one that is not listed.
+        """
         self.tick += 1
-        is_alone = not apart and extent.references == 1 and not extent.hits
-        if is_alone and extent.keep == keep and self._may_grow(extent, listed):
+        listed = key is not None
+        if extent.references == 1 and not extent.hits and not apart and self._may_grow(extent, keep, listed):
             if isinstance(extent.tokens, bytes):
                 extent.tokens = bytearray(extent.tokens)
             num_before = extent.num_blocks
@@ -378,7 +375,6 @@ class PrefixTree:
                 self.recorder.rename_grown(extent, num_before)
                 self.recorder.stored(extent, num_before, DEVICE, PUBLISHED)
             return extent
-        key = tokens[: self.block_bytes] if listed else None
         child = Extent(extent, key, tokens, blocks if self.spanned else blocks.copy(), self.tick)
         child.references, child.keep, child.has_holes = 1, keep, has_holes
         if listed:
@@ -403,9 +399,10 @@ class PrefixTree:
         return child
 
     @staticmethod
-    def _may_grow(extent: Extent, listed: bool) -> bool:
+    def _may_grow(extent: Extent, keep: Keep, listed: bool) -> bool:
         has_none_below = not extent.children and not extent.lower
-        return extent.parent is not None and has_none_below and (extent.key is not None) == listed
+        is_alike = extent.keep == keep and (extent.key is not None) == listed
+        return extent.parent is not None and has_none_below and is_alike
 
     def split(self, extent: Extent, num_blocks: int) -> Extent:
         """Cut an extent after its first blocks and return the upper part; the lower one keeps its identity."""
@@ -447,7 +444,7 @@ class PrefixTree:
         queue = self.queue
         while num_blocks > 0:
             extent = queue.first()
-            size = len(extent.blocks[0])
+            size = extent.blocks.shape[1]
             if size > num_blocks:
                 self.shrink(extent, size - num_blocks)
                 return
@@ -477,8 +474,7 @@ class PrefixTree:
         if remember:
             self.num_evicted[self.reason] += num_blocks
         if is_lost:
-            assert extent.parent is not None
-            assert extent.key is not None
+            assert extent.parent is not None and extent.key is not None
             self.remember_loss(extent.parent, extent.key)
         parent = self._unlink(extent)
         extent.tokens, extent.blocks, extent.lost = b"", self._no_blocks, None
@@ -531,15 +527,15 @@ class PrefixTree:
 
     def remember_loss(self, parent: Extent, key: bytes) -> None:
         """Remember that what began with `key` below an extent was evicted."""
-        loss = (self._clock(), self.reason)
+        loss, lost = (self._clock(), self.reason), parent.lost
         if parent.parent is None:
             self.losses.note_of_prompt(parent, key, loss)
-        elif parent.lost is None:
+        elif lost is None:
             parent.lost = {key: loss}
         else:
-            parent.lost[key] = loss
-            if len(parent.lost) > MAX_LOSSES_BELOW:
-                del parent.lost[next(iter(parent.lost))]
+            lost[key] = loss
+            if len(lost) > MAX_LOSSES_BELOW:
+                del lost[next(iter(lost))]
 
     def note_evicted(self, num_blocks: int) -> None:
         """Count blocks that were evicted for the reason that holds now."""
@@ -609,28 +605,28 @@ class PrefixTree:
 
     def _give(self, blocks: Blocks, *, has_holes: bool) -> int:
         """Give the blocks of columns back in all groups; returns how many."""
-        num_blocks = 0
+        num_blocks: int = 0
         if self.full_pool is not None:
-            column = blocks[0]
-            self.full_pool.give(column)
-            num_blocks = len(column)
-        if self.spanned:
-            for group in self.spanned:
-                num_blocks += group.give(blocks[group.index], has_holes=has_holes)
+            self.full_pool.give(blocks[0])
+            num_blocks = blocks.shape[1]
+        for group in self.spanned:
+            num_blocks += group.give(blocks[group.index], has_holes=has_holes)
         return num_blocks
 
     def _link(self, parent: Extent, child: Extent) -> None:
-        assert child.key is not None
-        if parent.children is None:
-            parent.children = {}
-        parent.children[child.key] = child
+        key, children = child.key, parent.children
+        assert key is not None
+        if children is None:
+            children = parent.children = {}
+        children[key] = child
         if parent.lost is not None:
-            parent.lost.pop(child.key, None)
+            parent.lost.pop(key, None)
         if parent.parent is None:
-            self.losses.note_first(parent, child.key)
-        parent.num_short_children += len(child.key) < self.block_bytes
+            self.losses.note_first(parent, key)
+        if len(key) < self.block_bytes:
+            parent.num_short_children += 1
         if parent.order is not None:
-            parent.order.add(child.key)
+            parent.order.add(key)
 
     def _unlink(self, extent: Extent) -> Extent | None:
         """Take a listed leaf from its parent; return the parent if it is now a leaf that nobody holds."""
@@ -648,10 +644,10 @@ class PrefixTree:
     def _take_out(self, parent: Extent, extent: Extent) -> None:
         """Take an extent from the children of its parent."""
         key = extent.key
-        assert parent.children is not None
-        assert key is not None
+        assert parent.children is not None and key is not None
         del parent.children[key]
-        parent.num_short_children -= len(key) < self.block_bytes
+        if len(key) < self.block_bytes:
+            parent.num_short_children -= 1
         if parent.order is not None:
             parent.order.remove(key)
         if parent.parent is None:
