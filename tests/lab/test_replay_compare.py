@@ -1,10 +1,12 @@
 """Many configurations side by side, what is kept on Ctrl-C, and results as tables and files."""
 
 import csv
+import doctest
 import json
 import math
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,3 +239,10 @@ def test_the_steps_of_a_scheduler_are_timed_and_it_is_left_as_it_was():
     assert [(step.num_prefill_tokens, step.num_decoding) for step in timer.steps] == [(6, 0), (4, 0), (0, 2), (0, 2)]
     assert {step.seconds for step in timer.steps} == {1.0}
     assert vars(scheduler).keys().isdisjoint({"plan", "complete"})
+
+
+def test_the_page_on_replays_says_what_is_true():
+    page = Path(__file__).parents[2] / "docs" / "replay.md"
+    outcome = doctest.testfile(str(page), module_relative=False)
+    assert outcome.attempted > 15
+    assert outcome.failed == 0
