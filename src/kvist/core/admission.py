@@ -251,7 +251,7 @@ def _fill_groups(
     """Give a row what it must have besides what it reuses, in every group."""
     row, rows = sequence.row, state.rows
     start, end = rows.published_of[row], rows.blocks_of[row]
-    checkpoint = _checkpoint(state, match)
+    checkpoint = None if state.recurrent is None else _checkpoint(state, match)
     state.make_room(needs)
     state.fill(row, start, end, num_computed=num_cached)
     if state.recurrent is not None:

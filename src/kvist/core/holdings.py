@@ -107,7 +107,7 @@ def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int3
         return held_blocks(state, group, row)[0]
     published, first = rows.published_of[row], rows.firsts_of[index][row]
     if not span.num_sink_blocks:
-        return rows.block_table[index, row, first:published]
+        return rows.columns_of[row][index, first:published]
     return _without_holes(rows.block_table[index, row], 0, published, first, span.num_sink_blocks)
 
 
@@ -393,16 +393,20 @@ def as_tree_blocks(state: CacheState, sequence: Sequence, start: int, stop: int)
 def has_holes(state: CacheState, sequence: Sequence, start: int) -> bool:
     """Say whether some group may lack blocks of a row's from column `start` on."""
     rows, row = state.rows, sequence.row
-    if state.recurrent is not None or state.cross is not None or rows.wrapped[row]:
+    if state.recurrent is not None or state.cross is not None or (state.rings and rows.wrapped[row]):
         return True
-    return any(rows.firsts_of[group.index][row] > start for group in state.sliding)
+    for group in state.sliding:  # noqa: SIM110  # a generator costs twice as much for so few
+        if rows.firsts_of[group.index][row] > start:
+            return True
+    return False
 
 
 def adopt(state: CacheState, extent: Extent, blocks: Blocks, *, held: bool) -> None:
     """Count blocks that an extent has just taken: held by the row that they come from, or by nobody."""
     if not held and not extent.has_holes:
+        num_blocks = blocks.shape[1]
         for group in state.spanned:
-            group.num_evictable += blocks.shape[1]
+            group.num_evictable += num_blocks
         return
     for group in state.spanned:
         present = blocks[group.index]

@@ -396,11 +396,12 @@ class CacheCore:
         they have is in `tiers`, and not in `num_tokens`: an admission has yet to get it.
         """
         prompt = self._looked_up(tokens, namespace, media, extra_ids)
-        match = admission.match_prompt(self._state, prompt, namespace)
-        if not self._state.tree.has_tiers:
+        state = self._state
+        match = admission.match_prompt(state, prompt, namespace)
+        if not state.tree.has_tiers:
             return self._told(prompt, namespace, match)
         told = self._told_with_host(prompt, namespace, match)
-        if self._state.keeper is None:
+        if state.keeper is None:
             return told
         return told._replace(stored=self._in_stores(prompt, namespace, match, told.num_block_tokens))
 

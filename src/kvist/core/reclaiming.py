@@ -53,8 +53,9 @@ def _evict_tails(tree: PrefixTree, pool: BlockPool, groups: list[SpannedGroup], 
     passed = []
     while pool.num_free < wanted and tree.queue.num_candidates:
         extent = tree.queue.first()
-        keep = _num_kept(tree, extent, pool, groups, wanted - pool.num_free)
-        if 0 < keep < extent.blocks.shape[1]:
+        num_blocks, missing = extent.blocks.shape[1], wanted - pool.num_free
+        keep = 0 if not groups and missing >= num_blocks else _num_kept(tree, extent, pool, groups, missing)
+        if 0 < keep < num_blocks:
             tree.shrink(extent, keep)
         elif keep and (extent.blocks >= 0).any():
             tree.queue.withdraw(extent)

@@ -275,12 +275,12 @@ class SequenceRows:
         self._last_batch = (content, batch)
         return batch
 
-    def _batch_of_sequences(self, sequences: Iterable[Sequence], call: str) -> Batch:
+    def _batch_of_sequences(self, sequences: Iterable[Any], call: str) -> Batch:
         if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
             raise ArgumentTypeError(
                 f"{call}: sequences must be a list of Sequence or an int array of rows, not {type(sequences).__name__}"
             )
-        named = list(sequences)
+        named: list[Any] = list(sequences)
         for sequence in named:
             if type(sequence) is not Sequence or sequence.row < 0 or sequence._rows is not self:
                 self.check_live(sequence, call)

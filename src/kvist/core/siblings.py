@@ -51,7 +51,7 @@ class SortedKeys:
 
         Of all keys, these two have the longest common prefix with `key`.
         """
-        at = bisect_right(self._firsts, key)
+        at = bisect_right(self._firsts, key) if self._firsts else 0
         run = self._runs[at]
         index = bisect_left(run, key)
         if 0 < index < len(run):

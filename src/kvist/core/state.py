@@ -307,9 +307,9 @@ class CacheState:
     def _surely_can(self, needs: list[int], most_claimed: int) -> bool:
         """Say whether pools have so many blocks, free or evictable, even if a match of so many columns holds all."""
         of_full = self.tree.num_evictable if self.has_full else 0
-        for index, needed in enumerate(needs):
-            can = self.pools[index].num_free + of_full - most_claimed * self._num_groups[index]
-            for group in self._sharers[index]:
+        for needed, pool, sharers, num_groups in zip(needs, self.pools, self._sharers, self._num_groups, strict=True):
+            can = pool.num_free + of_full - most_claimed * num_groups
+            for group in sharers:
                 can += group.num_evictable
             if needed > can:
                 return False
@@ -652,7 +652,8 @@ class CacheState:
                 else:
                     holdings.merge(self, sequence, start, existing, blocks, held=False)
             if self.spanned:
-                holdings.adopt(self, sequence._extent, blocks[:, existing:], held=False)
+                new = blocks[:, existing:] if existing else blocks
+                holdings.adopt(self, sequence._extent, new, held=False)
                 self.tree.offer_spare(sequence._extent, start + existing)
             if self.keeper is not None:
                 self.keeper.committed(sequence._extent, start + existing, min(stop, computed // block_size))

@@ -52,15 +52,17 @@ def as_token_buffer(tokens: Tokens, name: str = "tokens") -> bytes | memoryview:
     """
     if type(tokens) is not np.ndarray:
         return as_token_bytes(tokens, name)
-    if tokens.size < LONG_TOKENS and tokens.dtype is type_of_int32 and tokens.ndim == 1:
+    size, ids = tokens.size, tokens
+    if tokens.dtype is not type_of_int32 or tokens.ndim != 1:
+        ids = as_token_array(tokens, name)
+    elif size < SHORT_TOKENS:
         packed = tokens.tobytes()
-        if tokens.size < SHORT_TOKENS:
-            if packed[SIGN_BYTE::TOKEN_BYTES].isascii():  # cheaper than a look at the array, for a few hundred ids
-                return packed
-        elif tokens.item(tokens.argmin()) >= 0:
+        if packed[SIGN_BYTE::TOKEN_BYTES].isascii():  # cheaper than a look at the array, for a few hundred ids
             return packed
-    ids = as_token_array(tokens, name)
-    return ids.tobytes() if ids.size < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")
+        _refuse_range(tokens, name)
+    elif tokens.item(tokens.argmin()) < 0:
+        _refuse_range(tokens, name)
+    return ids.tobytes() if size < LONG_TOKENS or not ids.flags.c_contiguous else ids.data.cast("B")
 
 
 def as_token_array(tokens: Tokens, name: str = "tokens") -> TokenArray:
