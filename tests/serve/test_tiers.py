@@ -57,21 +57,23 @@ def num_cached(generations):
     return sum(generation.stats.num_cached_tokens for generation in generations)
 
 
+@pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("order", ["layer_major", "block_major"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pressed_tokens_are_those_of_transformers_with_host_memory(kind, order):
-    with pressed(kind, [HostTier(num_blocks=40)], storage_order=order) as engine:
+def test_pressed_tokens_are_those_of_transformers_with_host_memory(kind, order, write):
+    with pressed(kind, [HostTier(num_blocks=40, write=write)], storage_order=order) as engine:
         generations = run(engine, kind)
         (host,) = engine.manager.stats().tiers
     assert sum(generation.stats.num_preemptions for generation in generations) > 0
     assert host.num_demoted_blocks > 0
+    assert (host.num_copied_blocks > 0) == (write == "through")
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pressed_tokens_are_those_of_transformers_with_every_tier(kind, write, tmp_path):
     tiers = [
-        HostTier(num_blocks=20),
+        HostTier(num_blocks=20, write=write),
         DiskTier(tmp_path, "8 MiB", write=write, timeout_s=PATIENT),
         RemoteTier("memory://", write=write, timeout_s=PATIENT),
     ]

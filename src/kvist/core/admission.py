@@ -279,6 +279,8 @@ def _fill_from_tree(state: CacheState, sequence: Sequence, num_reused: int) -> N
         if state.has_full:
             table[0, row, node.start : end] = node.blocks[0]
         node, end = node.parent, node.start
+    if state.copies is not None:
+        state.copies.hit(extent)
     if state.linear:
         holdings.share(state, row, extent, num_reused)
 
