@@ -261,6 +261,18 @@ class SpannedGroup:
                 self.emptied.append(extent)
         return len(free)
 
+    def fill(self, extent: Extent, columns: NDArray[np.intp], blocks: NDArray[np.int32]) -> None:
+        """Give columns of an extent that have no blocks some, which nobody has in span yet."""
+        extent.blocks[self.index, columns] = blocks
+        self.num_evictable += len(columns)
+
+    def empty(self, extent: Extent, columns: NDArray[np.intp]) -> None:
+        """Take the blocks of columns of an extent back that nobody has in span."""
+        self.pool.give(extent.blocks[self.index, columns])
+        extent.blocks[self.index, columns] = -1
+        extent.has_holes = True
+        self.num_evictable -= len(columns)
+
     def give(self, column: NDArray[np.int32], *, has_holes: bool) -> int:
         """Give back the blocks of columns that leave the tree, which nobody may have in span; returns how many."""
         blocks = column[column >= 0] if has_holes else column
