@@ -6,6 +6,7 @@ thread that steps asks no store itself, and waits for what is on its way no long
 
 from functools import partial
 from threading import get_ident
+from typing import ClassVar
 
 import pytest
 from tests.serve.test_tiers import PATIENT, pressed, run, work
@@ -28,7 +29,7 @@ BUCKET = "bucket"
 class WatchedStore(GuardedStore):
     """A guarded store that notes which threads ask it."""
 
-    askers = set()
+    askers: ClassVar[set[int]] = set()
 
     def contains(self, keys):
         self.askers.add(get_ident())
