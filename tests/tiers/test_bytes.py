@@ -31,7 +31,7 @@ PATIENT = 60.0
 """Seconds: a limit that is not reached, however busy the machine."""
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int4", "uint4"]
-ORDERS = ["layer_major", "block_major"]
+ORDERS = ["layer_major", "block_major", "heads_first"]
 SIZE = 4
 LAYERS = {
     "full": lambda dtype: [AttentionSpec(2, 4, dtype=dtype), AttentionSpec(1, 8, dtype=dtype)],
