@@ -24,8 +24,8 @@ PACKED_DTYPES = ("int4", "uint4")
 DTYPES = (*DTYPE_BYTES, *PACKED_DTYPES)
 """All dtypes of K and V."""
 
-StorageOrder = Literal["layer_major", "block_major"]
-STORAGE_ORDERS: tuple[StorageOrder, ...] = ("layer_major", "block_major")
+StorageOrder = Literal["layer_major", "block_major", "heads_first"]
+STORAGE_ORDERS: tuple[StorageOrder, ...] = ("layer_major", "block_major", "heads_first")
 
 MAX_BLOCK_IDS = 2**31 - 1
 
@@ -214,8 +214,9 @@ class CacheConfig:
     sort key (the least goes first); what it raises is counted in `Stats.num_policy_failures`. `reuse=False` keeps
     nothing after `free`; `partial_reuse=False` reuses whole blocks only. Pins may hold up to `pin_budget` of a pool.
 
-    `storage_order` says how a memory lays the blocks out: "layer_major", where each layer is one tensor, or
-    "block_major", where all layers of a block follow one another, so that a block moves in one piece.
+    `storage_order` says how a memory lays the blocks out: "layer_major", where each layer is one tensor, "block_major",
+    where all layers of a block follow one another, so that a block moves in one piece, or "heads_first", which is
+    layer-major with the tokens of a head together in each block, as TensorRT-LLM's kernels read it.
 
     `tiers` are slower places that blocks go to, faster ones first: host memory, a directory, a store in the network.
     What outlives the process or is shared with others is found again by what it depends on: `model` names that besides

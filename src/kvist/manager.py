@@ -179,17 +179,17 @@ class KVCacheManager(CacheCore):
         came = self._link.bring_up(self._state, prompt, namespace, limit, match, num_beams)
         if came is None:
             return None
-        extent, fillings = came
+        installed, fillings = came
         try:
             self._perform_moves()  # what was evicted for it is still in its blocks
             self._link.fill(fillings)
         except TransferError:
-            restoring.discard(self._state, extent)
+            restoring.discard(self._state, installed)
             raise
         except Exception:
-            restoring.discard(self._state, extent)
+            restoring.discard(self._state, installed)
             return None
-        return extent
+        return installed.extent
 
     def _in_stores(
         self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
@@ -228,6 +228,19 @@ class KVCacheManager(CacheCore):
             raise ArgumentError(f"prefill_tokens_per_s is {rate}, must be above 0")
         if self._link is not None:
             self._link.prefill_tokens_per_s = rate
+
+    @property
+    def asks_stores(self) -> bool:
+        """Whether an admission asks the stores; if not, it takes what was prefetched and has come, and waits for none.
+
+        True unless set; without stores it says nothing.
+        """
+        return self._link is None or self._link.asks
+
+    @asks_stores.setter
+    def asks_stores(self, asks: bool) -> None:
+        if self._link is not None:
+            self._link.asks = bool(asks)
 
     def store_stats(self) -> dict[str, StoreStats]:
         """Return the numbers of each store, by name: "disk", or the scheme of its URL."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,14 +14,14 @@ from numpy.typing import NDArray
 from kvist.config import CacheConfig
 from kvist.core import restoring
 from kvist.core.admission import prompt_needs
-from kvist.core.extents import Blocks, Extent, Match, Namespace
+from kvist.core.extents import Blocks, Match, Namespace
 from kvist.core.keeping import KeptBlocks
-from kvist.core.restoring import Missing
+from kvist.core.restoring import Installed, Missing
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentTypeError
 from kvist.tiers.protocol import StoreFormat
-from kvist.tiers.stack import HERE, NOWHERE, Coming, StoreStack, open_stack
+from kvist.tiers.stack import HERE, NOWHERE, Coming, Look, StoreStack, open_stack
 
 __all__ = ["ByteMemory", "StoreLink", "link_of"]
 
@@ -44,9 +47,9 @@ class StoreLink:
     """Hands blocks to the stores and gets them back, for one manager.
 
     `prefill_tokens_per_s` is how fast the engine computes a prompt: what would take longer to load is computed. None
-    loads everything that is found. `num_stored_tokens` counts the tokens of prompts that came from stores, and
-    `num_declined_tokens` those that were there and were faster to compute. `num_unread_blocks` were to be stored, and
-    the memory could not read them.
+    loads everything that is found. Unless it `asks`, an admission loads only what was fetched ahead and has come.
+    `num_stored_tokens` counts the tokens of prompts that came from stores, and `num_declined_tokens` those that were
+    there and were faster to compute. `num_unread_blocks` were to be stored, and the memory could not read them.
     """
 
     def __init__(self, config: CacheConfig, memory: ByteMemory) -> None:
@@ -56,7 +59,9 @@ class StoreLink:
         format = StoreFormat(config.model, config.block_size, block_bytes, layers)
         self.stack: StoreStack = open_stack(config.stores, format)
         self.prefill_tokens_per_s: float | None = None
+        self.asks = True
         self.num_stored_tokens = self.num_declined_tokens = self.num_unread_blocks = 0
+        self._counting = Lock()
 
     def keep(self, order: KeptBlocks) -> None:
         """Hand blocks to the stores that want such; those that the memory cannot read are not stored."""
@@ -70,70 +75,77 @@ class StoreLink:
         self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
 
     def find(
-        self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
+        self,
+        state: CacheState,
+        prompt: bytes | memoryview,
+        namespace: Namespace,
+        limit: int,
+        match: Match | None,
+        look: Look,
     ) -> tuple[Missing, int, Places] | None:
-        """Look what the stores have of a prompt beyond the device.
+        """Look what the stores have of a prompt beyond the device, each key with `look`.
 
-        Returns what the device misses, how many of these blocks could be had, and where they are.
+        Returns what the device lacks, how many of these columns could be had, and where their blocks are.
         """
         missing = restoring.missing_of(state, prompt, namespace, limit, match)
         if missing is None:
             return None
-        end = len(missing.digests)
-        columns, places = np.arange(end), np.full((len(state.spans), end), NOWHERE, np.int8)
-        for group, span in enumerate(state.spans):  # full attention comes first, and says how far it is worth asking
-            if span.kind != "cross":
-                places[group, :end] = self.stack.look(missing.keys(state, group, columns[:end]))
-                end = end if span.kind != "full" else missing.reach_of_full(places != NOWHERE)
-        end = missing.reach(state, places != NOWHERE)
+        all_keys = partial(missing.keys, state)
+        end, places = _looked(missing, lambda group, columns: look(all_keys(group, columns)))
         return (missing, end, places) if end else None
 
     def bring_up(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,
         num_beams: int,
-    ) -> tuple[Extent, list[tuple[NDArray[np.int32], Any]]] | None:  # fmt: skip
+    ) -> tuple[Installed, list[tuple[NDArray[np.int32], Any]]] | None:  # fmt: skip
         """Get what the stores have of a prompt, and make room for it on the device.
 
-        Returns the extent, held, and for each group the blocks and the bytes to be written into them. None where
+        Returns where it goes, held, and for each group the blocks and the bytes to be written into them. None where
         nothing was found, or came in time, or where there is no room for it and the rest of the prompt.
         """
-        found = self.find(state, prompt, namespace, limit, match)
-        end = 0 if found is None else self._num_worth_loading(state, *found)
+        look = self.stack.look if self.asks else self.stack.look_here
+        found = self.find(state, prompt, namespace, limit, match, look)
+        end = 0 if found is None else self._num_worth_loading(*found)
         if found is None or not end:
             return None
         missing = found[0]
         if not restoring.can_install(state, missing, end, self._other_needs(state, prompt, missing, end, num_beams)):
             return None
-        wanted = missing.wanted(state, end)
-        present = np.zeros((len(state.spans), len(missing.digests)), bool)
+        wanted = missing.wanted(end)
+        present = np.zeros(missing.held.shape, bool)
         rows: list[NDArray[np.uint8]] = []
+        get = self.stack.get if self.asks else self.stack.take_here
         for group, columns in enumerate(wanted):
-            contents, came = self.stack.get(missing.keys(state, group, columns), group)
+            contents, came = get(missing.keys(state, group, columns), group)
             present[group, columns[came]] = True
             rows.append(contents)
-        end = missing.reach(state, present)
+        end = missing.reach(present)
         others = self._other_needs(state, prompt, missing, end, num_beams)
         installed = restoring.install(state, missing, end, others) if end else None
         if installed is None:
             return None
-        extent, blocks = installed
-        self.num_stored_tokens += end * state.block_size
-        return extent, _filled(blocks, wanted, rows)
+        self.num_stored_tokens += (end - missing.num_of_use) * state.block_size
+        return installed, _filled(installed.blocks, wanted, rows)
 
     def told(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
     ) -> tuple[tuple[str, int], ...]:
-        """Return how many tokens of a prompt after its first `first` each store says it has, by name."""
+        """Return how many tokens of a prompt after its first `first` each store says it has, by name.
+
+        Where a token takes blocks of several groups, that is the store with the first of these.
+        """
         counts = dict.fromkeys(self.stack.names, 0)
-        found = self.find(state, prompt, namespace, len(prompt) - TOKEN_BYTES, match)
-        if found is not None:
-            missing, end, _ = found
-            columns = np.arange(max(first // state.block_size - missing.num_device, 0), end)
-            group = next(group for group, span in enumerate(state.spans) if span.kind != "cross")
-            wanted = np.intersect1d(missing.wanted(state, end)[group], columns)
-            for name in self.stack.where(missing.keys(state, group, wanted)):
-                counts[name] = counts.get(name, 0) + state.block_size
-            counts.pop("", None)
+        limit = len(prompt) - TOKEN_BYTES
+        found = self.find(state, prompt, namespace, limit, match, self.stack.look)
+        if found is None:
+            return tuple(counts.items())
+        missing, end, _ = found
+        owners = _first_wanted(missing, end)
+        start = max(first // state.block_size - missing.first, missing.num_of_use)
+        keys = [missing.keys(state, group, np.array([column]))[0] for group, column in owners[start:]]
+        for name in self.stack.where(keys):
+            counts[name] = counts.get(name, 0) + state.block_size
+        counts.pop("", None)
         return tuple(counts.items())
 
     def fill(self, fillings: list[tuple[NDArray[np.int32], Any]]) -> None:
@@ -145,36 +157,56 @@ class StoreLink:
     def fetch_ahead(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
     ) -> tuple[int, Coming]:
-        """Start to get what the stores have of a prompt; returns how many tokens are asked for."""
+        """Start to get what the stores have of a prompt, as far as that pays; returns how many tokens are asked for."""
         missing = restoring.missing_of(state, prompt, namespace, limit, match)
         if missing is None:
             return 0, Coming()
-        columns = np.arange(len(missing.digests))
-        kinds = [span.kind for span in state.spans]
-        keys = [[] if kind == "cross" else missing.keys(state, group, columns) for group, kind in enumerate(kinds)]
-        return len(columns) * state.block_size, self.stack.fetch_ahead(keys)
+        asked = [missing.asked_for(group, len(missing.digests)) for group in range(len(missing.spans))]
+        keys = [missing.keys(state, group, columns) for group, columns in enumerate(asked)]
+        by_column = [dict(zip(columns.tolist(), each, strict=True)) for columns, each in zip(asked, keys, strict=True)]
+        coming = self.stack.fetch_ahead(keys, lambda look: self._chosen(missing, by_column, look))
+        return (len(missing.digests) - missing.num_of_use) * state.block_size, coming
 
-    def _num_worth_loading(self, state: CacheState, missing: Missing, end: int, places: Places) -> int:
-        """Return how many of the first `end` missing blocks to load: runs from one place, until one does not pay."""
-        if self.prefill_tokens_per_s is None:
+    def _chosen(self, missing: Missing, by_column: list[dict[int, bytes]], look: Look) -> list[list[bytes]]:
+        """Return, by group, which of its keys to fetch; called in another thread, and needs nothing of the core."""
+
+        def look_in(group: int, columns: NDArray[np.intp]) -> NDArray[np.int8]:
+            return look([by_column[group][column] for column in columns.tolist()])
+
+        end, places = _looked(missing, look_in)
+        end = self._num_worth_loading(missing, end, places) if end else 0
+        return [
+            [by_column[group][column] for column in columns.tolist() if places[group, column] != HERE]
+            for group, columns in enumerate(missing.wanted(end))
+        ]
+
+    def _num_worth_loading(self, missing: Missing, end: int, places: Places) -> int:
+        """Return how many of the first `end` columns to load: runs from one place, until one does not pay.
+
+        What is needed of columns that can be gone on from without stores belongs to the first run.
+        """
+        rate, block_size = self.prefill_tokens_per_s, missing.spans[0].block_size
+        if rate is None:
             return end
         wanted = np.zeros((len(places), end), bool)
-        for group, columns in enumerate(missing.wanted(state, end)):
+        for group, columns in enumerate(missing.wanted(end)):
             wanted[group, columns] = True
-        slowest = np.where(wanted, places[:, :end], HERE).max(axis=0)
-        starts = [0, *(np.flatnonzero(np.diff(slowest)) + 1).tolist(), end]
+        start = missing.num_of_use
+        slowest = np.where(wanted, places[:, :end], HERE).max(axis=0)[start:]
+        starts = [start, *(start + np.flatnonzero(np.diff(slowest)) + 1).tolist(), end]
         worth = 0
-        for start, stop in pairwise(starts):
-            num_tokens = (stop - start) * state.block_size
-            seconds = self._seconds(places[:, start:stop], wanted[:, start:stop])
-            if seconds and seconds >= num_tokens / self.prefill_tokens_per_s:
+        for low, stop in pairwise(starts):
+            begin = 0 if low == start else low
+            seconds = self._seconds(places[:, begin:stop], wanted[:, begin:stop])
+            if seconds and seconds >= (stop - low) * block_size / rate:
                 break
             worth = stop
         if worth < end:
             present = places != NOWHERE
             present[:, worth:] = False
-            worth = missing.reach(state, present) if worth else 0
-            self.num_declined_tokens += (end - worth) * state.block_size
+            worth = missing.reach(present) if worth else 0
+            with self._counting:
+                self.num_declined_tokens += (end - max(worth, start)) * block_size
         return worth
 
     def _seconds(self, places: Places, wanted: NDArray[np.bool_]) -> float:
@@ -189,7 +221,7 @@ class StoreLink:
     def _other_needs(
         state: CacheState, prompt: bytes | memoryview, missing: Missing, end: int, num_beams: int
     ) -> list[int]:
-        num_cached = (missing.num_device + end) * state.block_size
+        num_cached = (missing.first + end) * state.block_size
         return prompt_needs(state, len(prompt) // TOKEN_BYTES, num_cached, num_beams, 0)
 
 
@@ -217,3 +249,30 @@ def _filled(
         used = used[blocks[group, columns[used]] >= 0]
         fillings.append((blocks[group, columns[used]], contents[used]))
     return fillings
+
+
+def _looked(missing: Missing, look: Callable[[int, NDArray[np.intp]], NDArray[np.int8]]) -> tuple[int, Places]:
+    """Look for what is missing, by group and column; returns how many columns could be had, and where all blocks are.
+
+    Full attention comes first, and says how far it is worth asking. What the device has is `HERE`.
+    """
+    end = len(missing.digests)
+    places = np.where(missing.held, HERE, NOWHERE).astype(np.int8)
+    for group, span in enumerate(missing.spans):
+        columns = missing.asked_for(group, end)
+        if len(columns):
+            places[group, columns] = look(group, columns)
+        if span.kind == "full":
+            end = missing.reach_of_full(places != NOWHERE)
+    return missing.reach(places != NOWHERE), places
+
+
+def _first_wanted(missing: Missing, end: int) -> list[tuple[int, int]]:
+    """Return for each of the first `end` columns the group and column of a block that is needed to go on after it."""
+    owners: list[tuple[int, int] | None] = [None] * end
+    for group, columns in enumerate(missing.wanted(end)):
+        for column in columns.tolist():
+            owners[column] = owners[column] or (group, column)
+    last = next(each for each in reversed(owners) if each is not None)
+    found = [last := each or last for each in reversed(owners)]
+    return found[::-1]

@@ -27,10 +27,13 @@ class PathLike(Protocol):
 class HostTier:
     """Host memory: what the device evicts goes here, and comes back when a prompt asks for it.
 
+    With `write="through"` content is copied here when it is committed, as far as there is room, so that it need not be
+    moved when the device evicts it; with `"back"` it is moved then.
+
     `capacity` is bytes or text such as `"8 GiB"`, shared out among the groups as device memory is; or give
     `num_blocks`, one number for every pool or one for each. It has an eviction `policy` of its own. Blocks whose
     retention priority is below `min_priority` (0 to 100), or which have been hit less than `min_hits` times, are not
-    taken.
+    taken; written through they are when they have been hit so often.
     """
 
     capacity: int | str | None = None
@@ -38,6 +41,7 @@ class HostTier:
     policy: str | Callable[[Any], Any] = "priority"
     min_priority: int = 0
     min_hits: int = 0
+    write: str = "back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ def tier_problems(tiers: Any, model: Any) -> list[str]:
         if not isinstance(tier, HostTier | DiskTier | RemoteTier):
             found.append(f"{name} is a {type(tier).__name__}, must be a HostTier, DiskTier or RemoteTier")
             continue
-        found += _filter_problems(name, tier)
+        found += _write_problems(name, tier)
         found += _host_problems(name, tier, index) if isinstance(tier, HostTier) else _store_problems(name, tier)
     has_store = any(isinstance(tier, DiskTier | RemoteTier) for tier in tiers)
     if has_store and not model:
@@ -96,8 +100,11 @@ def tier_problems(tiers: Any, model: Any) -> list[str]:
     return found
 
 
-def _filter_problems(name: str, tier: TierSpec) -> list[str]:
+def _write_problems(name: str, tier: TierSpec) -> list[str]:
+    """List what is wrong with when blocks are written, and which."""
     found = []
+    if tier.write not in WRITES:
+        found.append(f"{name}: write is {tier.write!r}, must be one of {', '.join(WRITES)}")
     if type(tier.min_priority) is not int or not 0 <= tier.min_priority <= MAX_PRIORITY:
         found.append(f"{name}: min_priority is {tier.min_priority!r}, must be an int from 0 to {MAX_PRIORITY}")
     if type(tier.min_hits) is not int or tier.min_hits < 0:
@@ -114,8 +121,6 @@ def _host_problems(name: str, tier: HostTier, index: int) -> list[str]:
 
 def _store_problems(name: str, tier: DiskTier | RemoteTier) -> list[str]:
     found = []
-    if tier.write not in WRITES:
-        found.append(f"{name}: write is {tier.write!r}, must be one of {', '.join(WRITES)}")
     limit: Any = tier.timeout_s
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf"):
         found.append(f"{name}: timeout_s is {limit!r}, must be a positive number of seconds")

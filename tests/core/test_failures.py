@@ -44,9 +44,10 @@ class LosingMemory(TokenMemory):
         self.lost -= {(move.destination_tier, move.group, move.destination) for move in moves}
 
 
-def losing(layers=(FULL,), num_blocks=4, num_host_blocks=8, **settings):
+def losing(layers=(FULL,), num_blocks=4, num_host_blocks=8, write="back", **settings):
     settings = {"max_sequences": 8, "max_sequence_length": 64} | settings
-    config = CacheConfig(list(layers), 2, num_blocks, tiers=[HostTier(num_blocks=num_host_blocks)], **settings)
+    tiers = [HostTier(num_blocks=num_host_blocks, write=write)]
+    config = CacheConfig(list(layers), 2, num_blocks, tiers=tiers, **settings)
     memory = LosingMemory(config)
     return memory.attach(KVCacheManager(config, memory)), memory
 
@@ -113,11 +114,12 @@ def test_a_sequence_whose_blocks_are_found_to_be_lost_later_is_suspended_and_com
     assert leave(manager, memory, [*range(6), 9, 10]) == 7
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("write", ["back", "through"])
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layers", [[FULL], [FULL, sliding(4)], [FULL, state(2)]], ids=["full", "window", "state"])
-def test_no_content_is_ever_wrong_and_the_books_are_right_whatever_copies_fail(layers, seed):
+def test_no_content_is_ever_wrong_and_the_books_are_right_whatever_copies_fail(layers, seed, write):
     chance = random.Random(seed)
-    manager, memory = losing(layers, num_blocks=9, num_host_blocks=10, partial_reuse=seed % 2 == 0)
+    manager, memory = losing(layers, num_blocks=9, num_host_blocks=10, write=write, partial_reuse=seed % 2 == 0)
     memory.loses = lambda move: move.source_tier != move.destination_tier and chance.random() < 0.2
     num_hit = num_failed = 0
     for _ in range(150):

@@ -1,5 +1,7 @@
 """What the device evicts goes to host memory, tail first, and comes back when a prompt asks for it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -1087,3 +1089,296 @@ def test_reset_with_host_content_refuses_while_sequences_run():
     with refused(manager, SequenceError):
         manager.reset()
     assert np.array_equal(manager.num_tokens[:1], [1])
+
+
+# -- write-through ----------------------------------------------------------------------------------------------------
+
+
+def through(num_blocks=4, num_host_blocks=8, block_size=2, layers=(FULL,), tier=None, **settings):
+    """A manager of few blocks whose host memory gets content when it is committed."""
+    return tiered(num_blocks, num_host_blocks, block_size, layers, {"write": "through"} | (tier or {}), **settings)
+
+
+def copied(manager):
+    """What the device and host memory both have, as (first block, how many of its blocks are copied)."""
+    copies = manager._state.lower.copies
+    return [(each.start, copies.num_columns(each, each.num_blocks)) for each in copies.extents()]
+
+
+def test_committed_content_is_copied_at_once_and_the_device_keeps_it():
+    manager = through()
+    sequence = manager.add_sequence(range(6))
+    assert manager.take_moves() == []
+    manager.commit([sequence], 4)
+    assert tier_moves(manager) == [
+        (0, f"device {ids(sequence)[0]}", "host 0"),
+        (0, f"device {ids(sequence)[1]}", "host 1"),
+    ]
+    manager.commit([sequence])
+    assert tier_moves(manager) == [(0, f"device {ids(sequence)[2]}", "host 2")]
+    assert tiers(manager, [*range(6), 9]) == {DEVICE: 6, HOST: 0}
+    assert (host(manager).num_copied_blocks, host(manager).num_demoted_blocks, used(manager)) == (3, 0, 3)
+    manager.check()
+
+
+def test_what_was_copied_is_evicted_without_a_move_and_comes_back_with_one():
+    manager = through()
+    cached(manager, range(8))
+    manager.take_moves()
+    manager.add_sequence([20, 21, 22, 23])
+    assert manager.take_moves() == []
+    assert tiers(manager, [*range(8), 9]) == {DEVICE: 4, HOST: 4}
+    assert host(manager).num_demoted_blocks == 2
+    manager.check()
+
+
+def test_what_comes_back_stays_in_host_memory_so_that_it_goes_again_without_a_move():
+    manager, memory = played(through())
+    for _ in range(3):
+        leave(manager, memory, range(6))
+        assert manager.evict(4) == 3
+        assert host_extents(manager) == [(0, list(range(6)))]
+        sequence = compute(manager, memory, [*range(6), 9])
+        assert sequence.num_cached_tokens == 6
+        assert (host_extents(manager), used(manager)) == ([], 3)
+        manager.check()
+        manager.free(sequence, publish=False)
+        manager.evict(4)
+    assert host(manager).num_copied_blocks == 3
+
+
+def test_a_partly_filled_block_is_not_copied():
+    manager = through(partial_reuse=True)
+    cached(manager, range(7))
+    assert [(move.source_tier, move.num_tokens) for move in manager.take_moves()] == [(DEVICE, 2)] * 3
+    assert copied(manager) == [(0, 3)]
+
+
+def test_accepted_drafts_are_copied_when_they_are_in_their_places():
+    manager, memory = played(through(num_blocks=8))
+    sequence = compute(manager, memory, [0, 1])
+    manager.reserve([sequence], 6)
+    memory.write_tree(sequence, [1, 4], tokens=[0, 1, 2, 3])
+    manager.accept(sequence, [2, 3], [1, 4])
+    assert copied(manager) == [(0, 2)]
+    manager.free(sequence)
+    manager.evict(8)
+    assert leave(manager, memory, [0, 1, 2, 3, 9]) == 4
+
+
+def test_equal_content_is_copied_once():
+    manager = through(num_blocks=8)
+    first, second = manager.add_sequence(range(4)), manager.add_sequence(range(4))
+    manager.commit([first, second])
+    assert len(manager.take_moves()) == 2
+    assert used(manager) == 2
+    manager.check()
+
+
+def test_content_that_host_memory_has_already_is_kept_there_when_the_device_computes_it_anew():
+    manager = through(num_blocks=8)
+    cached(manager, range(8))
+    manager.evict(8)
+    manager.take_moves()
+    computed(manager, range(6), reuse=False)
+    assert manager.take_moves() == []
+    assert copied(manager) == [(0, 3)]
+    assert host_extents(manager) == [(3, [6, 7])]
+    manager.check()
+
+
+def test_a_full_tier_lets_go_of_what_only_it_has_for_new_copies_and_of_no_copy():
+    manager = through(num_blocks=6, num_host_blocks=4)
+    cached(manager, range(4))
+    manager.evict(2)
+    cached(manager, range(20, 26))
+    assert host_extents(manager) == [(0, [0, 1])]
+    assert copied(manager) == [(0, 3)]
+    computed(manager, range(40, 46))
+    assert copied(manager) == [(0, 3), (0, 1)], "of the second as much as there was room for without the first"
+    assert host(manager).num_refused_blocks == 2
+    manager.check()
+
+
+def test_what_the_device_is_about_to_lose_takes_the_place_of_the_copies_made_last():
+    manager, memory = played(through(num_blocks=8, num_host_blocks=4, policy="lru"))
+    leave(manager, memory, range(6))
+    first = compute(manager, memory, range(20, 24), publish=True)
+    assert copied(manager) == [(0, 3), (0, 1)]
+    held = compute(manager, memory, [*range(6), 9])
+    manager.free(first)
+    manager.evict(2)
+    assert host_extents(manager) == [(0, [20, 21, 22, 23])]
+    assert copied(manager) == [(0, 2)]
+    manager.check()
+    manager.free(held)
+    assert leave(manager, memory, [*range(20, 24), 9]) == 4
+    assert leave(manager, memory, [*range(6), 9]) == 6
+
+
+@pytest.mark.parametrize(("priority", "num_copied"), [(50, 4), (49, 0)])
+def test_content_below_the_least_priority_is_not_copied(priority, num_copied):
+    manager = through(tier={"min_priority": 50})
+    cached(manager, range(8), retention=Retention([(0, None, priority, None)]))
+    assert len(manager.take_moves()) == host(manager).num_copied_blocks == num_copied
+    manager.evict(4)
+    assert used(manager) == num_copied
+    manager.check()
+
+
+def test_content_is_copied_when_it_has_been_hit_as_often_as_asked():
+    manager = through(num_blocks=8, tier={"min_hits": 2})
+    cached(manager, range(4))
+    for num_moves in (0, 2, 0):
+        manager.free(manager.add_sequence([*range(4), 9]), publish=False)
+        assert len(manager.take_moves()) == num_moves
+    assert copied(manager) == [(0, 2)]
+    manager.evict(2)
+    assert manager.take_moves() == []
+    assert tiers(manager, [*range(4), 9]) == {DEVICE: 0, HOST: 4}
+    manager.check()
+
+
+def test_an_extent_cut_in_two_has_its_copies_in_both_parts():
+    manager = through(num_blocks=8)
+    cached(manager, range(8))
+    cached(manager, [0, 1, 2, 3, 50, 51])
+    manager.take_moves()
+    assert sorted(copied(manager)) == [(0, 2), (2, 1), (2, 2)]
+    manager.evict(8)
+    assert manager.take_moves() == []
+    assert tiers(manager, [*range(8), 9]) == {DEVICE: 0, HOST: 8}
+    manager.check()
+
+
+def test_a_pin_of_what_host_memory_has_leaves_it_there():
+    manager, memory = played(through())
+    leave(manager, memory, range(4))
+    manager.evict(2)
+    with manager.pin(manager.match_prefix([*range(4), 9])):
+        assert copied(manager) == [(0, 2)]
+        manager.check()
+    manager.evict(2)
+    assert host_extents(manager) == [(0, [0, 1, 2, 3])]
+    assert leave(manager, memory, [*range(4), 9]) == 4
+
+
+def test_a_suspended_sequence_comes_back_from_its_copies():
+    manager, memory = played(through(num_blocks=6))
+    sequence = compute(manager, memory, range(6))
+    manager.suspend(sequence)
+    demoted = host(manager).num_demoted_blocks
+    fill(manager)
+    assert (host(manager).num_demoted_blocks - demoted, host(manager).num_copied_blocks) == (3, 3)
+    assert manager.resume(sequence) == 0
+    memory.verify(sequence)
+    manager.check()
+
+
+def test_dropping_a_namespace_forgets_its_copies_though_a_sequence_still_runs():
+    manager = through(num_blocks=8)
+    sequence = computed(manager, range(8))
+    assert used(manager) == 4
+    manager.drop(namespace=())
+    assert used(manager) == 0
+    manager.check()
+    manager.free(sequence)
+    manager.check()
+
+
+def test_copies_go_with_the_blocks_that_a_window_lets_go_of():
+    manager, memory = played(through(num_blocks=[12, 7], num_host_blocks=[12, 12], layers=[FULL, sliding(4)]))
+    leave(manager, memory, range(12))
+    leave(manager, memory, range(20, 30))
+    copies, tree = manager._state.lower.copies, manager._state.tree
+    assert any((extent.blocks < 0).any() for extent in tree.extents())
+    for extent in tree.extents():
+        assert np.array_equal(copies.of(extent) >= 0, extent.blocks >= 0)
+    manager.evict(64)
+    assert leave(manager, memory, [*range(12), 9]) in (10, 12)
+    manager.check()
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "full and states"])
+def test_groups_are_written_through_and_come_back_without_a_move_down(name):
+    layers = {**LAYERS, "full and states": [FULL, state(2)]}[name]
+    manager, memory = played(through(num_blocks=12, num_host_blocks=32, layers=layers))
+    sequence = manager.add_sequence(range(12))
+    for end in range(2, 13, 2):
+        memory.write(sequence, stop=end)
+        manager.commit([sequence], end)
+    manager.free(sequence)
+    kept = sum(each.num_blocks for each in manager._state.tree.extents())
+    manager.evict(64)
+    assert host(manager).num_demoted_blocks <= kept <= host(manager).num_copied_blocks
+    assert leave(manager, memory, [*range(12), 9]) == 12
+    manager.check()
+
+
+def test_forecasts_with_copies_are_what_happens():
+    manager = through(num_blocks=[8, 8], num_host_blocks=[6, 6], layers=[FULL, sliding(4)])
+    cached(manager, range(8))
+    cached(manager, range(20, 28))
+    for prompt in ([*range(8), 9], [*range(20, 28), 9], [*range(40, 50)]):
+        forecast = manager.forecast().add(prompt)
+        before = manager.digest()
+        assert manager.digest() == before
+        sequence = manager.add_sequence(prompt)
+        assert forecast.free_blocks == manager.num_free_blocks
+        manager.commit([sequence])
+        manager.free(sequence)
+        manager.check()
+
+
+def told(manager):
+    """What new events say, as (what, tier, number of blocks)."""
+    return [
+        (type(event).__name__, getattr(event, "tier", ""), len(getattr(event, "digests", ())))
+        for event in manager.events.poll()
+    ]
+
+
+def test_events_tell_of_content_in_host_memory_while_the_device_has_it_too():
+    manager = through(event_buffer=100)
+    manager.events.poll()
+    cached(manager, range(4))
+    assert told(manager) == [("Stored", DEVICE, 2), ("Stored", HOST, 2)]
+    manager.evict(2)
+    assert told(manager) == [("Removed", DEVICE, 2)]
+    manager.free(manager.add_sequence([*range(4), 9]), publish=False)
+    assert told(manager) == [("Stored", DEVICE, 2)]
+    manager.drop(namespace=())
+    assert told(manager)[0][0] == "Cleared"
+
+
+def test_explain_says_what_host_memory_has_too():
+    manager = through()
+    cached(manager, range(4))
+    assert "evictable, 2 in host memory, too" in str(manager.explain([*range(4), 9]))
+
+
+def test_copies_are_part_of_the_digest():
+    def digest(write):
+        manager = through(tier={"write": write})
+        cached(manager, range(4))
+        manager.take_moves()
+        return manager.digest()
+
+    assert digest("through") == digest("through") != digest("back")
+
+
+def test_a_forgotten_copy_down_would_be_seen():
+    manager, memory = played(through())
+    leave(manager, memory, range(6))
+    memory.group_slots(0, HOST)[:] = NOTHING
+    manager.evict(3)
+    with pytest.raises(AssertionError, match="holds nothing"):
+        compute(manager, memory, [*range(6), 9])
+
+
+def test_the_machine_finds_nothing_wrong_with_host_memory_that_is_written_through():
+    configs = cache_configs(max_blocks=8, host=often).filter(lambda config: config.tiers)
+    written = configs.map(lambda config: replace(config, tiers=[replace(config.tiers[0], write="through")]))
+    options = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+    chosen = settings(max_examples=60, stateful_step_count=40, phases=[Phase.generate], derandomize=True, **options)
+    run_state_machine_as_test(cache_machine(written), settings=chosen)

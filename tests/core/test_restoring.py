@@ -42,11 +42,16 @@ def nothing_else(manager):
     return [0] * len(manager._state.pools)
 
 
-def installed(manager, tokens, namespace=(), end=None):
-    """Put a prompt's missing blocks on the device as if a store had had them, and end the hold."""
+def put(manager, tokens, namespace=(), end=None):
+    """Make room for a prompt's missing blocks on the device as if a store had had them."""
     found = missing(manager, tokens, namespace)
-    extent, blocks = restoring.install(manager._state, found, end or len(found.digests), nothing_else(manager))
-    return extent, blocks
+    return restoring.install(manager._state, found, end or len(found.digests), nothing_else(manager))
+
+
+def installed(manager, tokens, namespace=(), end=None):
+    """The extent with a prompt's missing blocks, held, and these blocks."""
+    came = put(manager, tokens, namespace, end)
+    return came.extent, came.blocks
 
 
 # -- what is missing --------------------------------------------------------------------------------------------------
@@ -98,15 +103,47 @@ def test_to_look_for_what_is_missing_changes_nothing():
     assert books(manager) == before
 
 
-def test_what_the_device_has_beyond_what_can_be_gone_on_from_is_not_asked_for():
-    """The window before it is asked for with what comes next, or not at all."""
+def lost(manager, columns, group=0):
+    """Let the device lose blocks of the only extent that a group with a window or states has."""
+    spanned = manager._state.spanned[group]
+    [extent] = manager._state.tree.extents()
+    assert spanned._take(extent, np.array(columns), len(columns)) == len(columns)
+
+
+def test_windows_that_the_device_has_lost_are_asked_for_with_what_comes_next_and_without():
+    """Of 8 tokens a window of 4 needs blocks 2 and 3; the prompt of 9 ends there."""
     manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8])
     cached(manager, range(8))
-    [spanned] = manager._state.spanned
-    [extent] = manager._state.tree.extents()
-    spanned._take(extent, np.arange(4), 4)
+    lost(manager, range(4))
     found = missing(manager, range(13))
-    assert found.num_device == 4
+    assert (found.num_device, found.num_reached, found.first) == (4, 0, 0)
+    assert found.digests == digests(manager, range(12))
+    assert [columns.tolist() for columns in found.wanted(6)] == [[4, 5], [4, 5]]
+    assert [columns.tolist() for columns in found.wanted(5)] == [[4], [3, 4]]
+    found = missing(manager, range(9))
+    assert [columns.tolist() for columns in found.wanted(4)] == [[], [2, 3]]
+
+
+def test_windows_that_no_longer_prefix_needs_are_not_asked_for():
+    manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8])
+    cached(manager, range(8))
+    lost(manager, [0, 1])
+    assert missing(manager, range(9)) is None
+    found = missing(manager, range(13))
+    assert (found.num_reached, found.first, found.tokens) == (4, 4, packed(range(8, 12)))
+
+
+def test_a_lost_state_is_asked_for():
+    manager = core(layers=[FULL, state(2)], num_blocks=[8, 8])
+    sequence = manager.add_sequence(range(9))
+    for end in (2, 4, 6, 8, 9):
+        manager.commit([sequence], end)
+    manager.free(sequence)
+    lost(manager, [2, 3])
+    found = missing(manager, range(9))
+    assert (found.num_reached, found.first) == (2, 2)
+    assert [columns.tolist() for columns in found.wanted(2)] == [[], [1]]
+    assert found.reach(present([0, 0], [1, 0])) == 1
 
 
 @pytest.mark.parametrize(("at", "num_blocks"), [(0, 0), (1, 0), (2, 1), (5, 2), (8, 4)])
@@ -138,46 +175,46 @@ def present(*rows):
 def test_full_attention_reaches_to_the_first_gap():
     manager = core()
     found = missing(manager, range(9))
-    assert found.reach(manager._state, present([1, 1, 0, 1])) == 2
-    assert found.reach(manager._state, present([0, 1, 1, 1])) == 0
-    assert found.reach(manager._state, present([1, 1, 1, 1])) == 4
+    assert found.reach(present([1, 1, 0, 1])) == 2
+    assert found.reach(present([0, 1, 1, 1])) == 0
+    assert found.reach(present([1, 1, 1, 1])) == 4
 
 
 def test_a_window_needs_only_what_is_in_span():
     """Of 4 tokens the window holds the last 3 and the next: the last two blocks."""
     manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8])
     found = missing(manager, range(9))
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 0, 1, 1])) == 4
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 0, 0, 1])) == 0
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 1, 1, 0])) == 3
-    assert found.reach(manager._state, present([1, 1, 0, 1], [1, 1, 1, 1])) == 2
+    assert found.reach(present([1, 1, 1, 1], [0, 0, 1, 1])) == 4
+    assert found.reach(present([1, 1, 1, 1], [0, 0, 0, 1])) == 0
+    assert found.reach(present([1, 1, 1, 1], [0, 1, 1, 0])) == 3
+    assert found.reach(present([1, 1, 0, 1], [1, 1, 1, 1])) == 2
 
 
 def test_a_state_is_needed_at_the_end_only():
     manager = core(layers=[FULL, state(2)], num_blocks=[8, 8])
     found = missing(manager, range(9))
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 0, 0, 1])) == 4
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 1, 0, 0])) == 2
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 0, 0, 0])) == 0
+    assert found.reach(present([1, 1, 1, 1], [0, 0, 0, 1])) == 4
+    assert found.reach(present([1, 1, 1, 1], [0, 1, 0, 0])) == 2
+    assert found.reach(present([1, 1, 1, 1], [0, 0, 0, 0])) == 0
 
 
 def test_sinks_are_needed_too():
     manager = core(layers=[FULL, sliding(6, sink_tokens=2)], num_blocks=[8, 8])
     found = missing(manager, range(11))
-    wanted = found.wanted(manager._state, 5)[1].tolist()
+    wanted = found.wanted(5)[1].tolist()
     assert wanted[0] == 0
     columns = np.isin(np.arange(5), wanted)
-    assert found.reach(manager._state, present([1] * 5, columns)) == 5
+    assert found.reach(present([1] * 5, columns)) == 5
     columns[0] = False
-    assert found.reach(manager._state, present([1] * 5, columns)) < 5
+    assert found.reach(present([1] * 5, columns)) < 5
 
 
 def test_a_chunk_begins_anew():
     manager = core(layers=[FULL, chunked(4)], num_blocks=[8, 8])
     found = missing(manager, range(9))
-    assert found.reach(manager._state, present([1, 1, 1, 1], [0, 0, 0, 0])) == 4
-    assert found.reach(manager._state, present([1, 1, 1, 0], [0, 0, 1, 0])) == 3
-    assert found.reach(manager._state, present([1, 1, 1, 0], [0, 0, 0, 0])) == 2
+    assert found.reach(present([1, 1, 1, 1], [0, 0, 0, 0])) == 4
+    assert found.reach(present([1, 1, 1, 0], [0, 0, 1, 0])) == 3
+    assert found.reach(present([1, 1, 1, 0], [0, 0, 0, 0])) == 2
 
 
 def test_a_window_that_reaches_back_onto_the_device_needs_it_there():
@@ -185,19 +222,23 @@ def test_a_window_that_reaches_back_onto_the_device_needs_it_there():
     cached(manager, range(4))
     found = missing(manager, range(9))
     assert found.num_device == 2
-    assert found.reach(manager._state, present([1, 1], [1, 1])) == 2
-    assert found.reach(manager._state, present([1, 0], [1, 0])) == 1
-    [spanned] = manager._state.spanned
-    [extent] = manager._state.tree.extents()
-    spanned._take(extent, np.arange(2), 2)
-    assert missing(manager, range(9)).reach(manager._state, present([1, 0], [1, 0])) == 0
+    assert found.reach(present([1, 1], [1, 1])) == 2
+    assert found.reach(present([1, 0], [1, 0])) == 1
+    lost(manager, [0, 1])
+    found = missing(manager, range(9))
+    assert found.first == 0
+    assert found.reach(present([0, 0, 1, 1], [0, 1, 1, 1])) == 4
+    assert found.reach(present([0, 0, 1, 1], [0, 0, 1, 1])) == 0
+    assert found.reach(present([0, 0, 1, 0], [0, 0, 1, 0])) == 0
+    assert found.reach(present([0, 0, 1, 0], [0, 1, 1, 0])) == 0
+    assert found.reach(present([0, 0, 1, 0], [1, 1, 1, 0])) == 3
 
 
 def test_only_what_is_in_span_is_wanted():
     manager = core(layers=[FULL, sliding(4), state(2)], num_blocks=[8, 8, 8])
     found = missing(manager, range(9))
-    assert [columns.tolist() for columns in found.wanted(manager._state, 4)] == [[0, 1, 2, 3], [2, 3], [3]]
-    assert [columns.tolist() for columns in found.wanted(manager._state, 2)] == [[0, 1], [0, 1], [1]]
+    assert [columns.tolist() for columns in found.wanted(4)] == [[0, 1, 2, 3], [2, 3], [3]]
+    assert [columns.tolist() for columns in found.wanted(2)] == [[0, 1], [0, 1], [1]]
 
 
 def test_keys_are_by_group():
@@ -304,14 +345,41 @@ def test_in_host_memory_it_takes_the_place_of_the_same():
     assert manager.take_moves() == []
 
 
+def test_lost_windows_are_put_where_they_were():
+    manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8])
+    cached(manager, range(8))
+    lost(manager, range(4))
+    came = put(manager, range(9))
+    assert not came.is_new
+    assert (came.blocks >= 0).tolist() == [[False] * 4, [False, False, True, True]]
+    assert [(extent.start, columns.tolist()) for extent, _, columns in came.filled] == [(0, [2, 3])]
+    assert manager.match_prefix(range(9)).num_tokens == 8
+    manager._state.tree.release(came.extent)
+    manager.check()
+    assert manager.add_sequence(range(9)).num_cached_tokens == 8
+    manager.check()
+
+
+def test_lost_windows_and_what_comes_next_are_put_in_one_step():
+    manager = core(layers=[FULL, sliding(6)], num_blocks=[8, 8])
+    cached(manager, range(6))
+    lost(manager, range(3))
+    came = put(manager, range(9), end=4)
+    assert came.is_new
+    assert (came.blocks >= 0).tolist() == [[False, False, False, True], [False, True, True, True]]
+    manager._state.tree.release(came.extent)
+    manager.check()
+    assert manager.match_prefix(range(9)).num_tokens == 8
+
+
 # -- what could not be filled -----------------------------------------------------------------------------------------
 
 
 def test_what_could_not_be_filled_is_gone():
     manager = core()
     before = manager.match_prefix(range(9))
-    extent, _ = installed(manager, range(9))
-    restoring.discard(manager._state, extent)
+    came = put(manager, range(9))
+    restoring.discard(manager._state, came)
     manager.check()
     assert manager.match_prefix(range(9))[:3] == before[:3]
     assert manager.num_free_blocks == 8
@@ -322,8 +390,8 @@ def test_what_could_not_be_filled_is_gone():
 def test_what_it_went_on_from_stays():
     manager = core()
     cached(manager, range(4))
-    extent, _ = installed(manager, range(9))
-    restoring.discard(manager._state, extent)
+    came = put(manager, range(9))
+    restoring.discard(manager._state, came)
     manager.check()
     assert manager.match_prefix(range(9)).num_tokens == 4
 
@@ -334,9 +402,9 @@ def test_what_was_split_off_its_head_meanwhile_is_gone_with_it():
     cached(manager, [0, 1, 2, 3, 9, 9])
     manager.evict(12)
     manager.take_moves()
-    extent, _ = installed(manager, range(9))
-    assert extent.start == 2
-    restoring.discard(manager._state, extent)
+    came = put(manager, range(9))
+    assert came.extent.start == 2
+    restoring.discard(manager._state, came)
     manager.check()
     assert list(manager._state.tree.extents()) == []
     assert manager.match_prefix([0, 1, 2, 3, 9, 9, 9]).num_tokens == 0
@@ -345,8 +413,22 @@ def test_what_was_split_off_its_head_meanwhile_is_gone_with_it():
 def test_windows_of_what_could_not_be_filled_are_given_back():
     manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8])
     cached(manager, range(4))
-    extent, _ = installed(manager, range(9))
-    restoring.discard(manager._state, extent)
+    came = put(manager, range(9))
+    restoring.discard(manager._state, came)
     manager.check()
     assert manager.num_free_blocks == 16
     assert manager.match_prefix(range(9)).num_tokens == 4
+
+
+def test_holes_that_could_not_be_filled_are_holes_again():
+    manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8], event_buffer=100)
+    cached(manager, range(8))
+    lost(manager, range(4))
+    before = manager.num_free_blocks
+    restoring.discard(manager._state, put(manager, range(9)))
+    manager.check()
+    assert manager.num_free_blocks == before
+    assert manager.match_prefix(range(9)).num_tokens == 0
+    restoring.discard(manager._state, put(manager, range(13)))
+    manager.check()
+    assert manager.num_free_blocks == before

@@ -35,7 +35,7 @@ def test_no_tiers_are_no_tiers():
 
 def test_settings_have_defaults_that_keep_everything():
     host, disk, remote = HostTier(), DiskTier("a"), RemoteTier(url="memory://")
-    assert (host.policy, host.min_priority, host.min_hits) == ("priority", 0, 0)
+    assert (host.policy, host.min_priority, host.min_hits, host.write) == ("priority", 0, 0, "back")
     for store in (disk, remote):
         assert (store.write, store.min_priority, store.min_hits, store.timeout_s) == ("through", 0, 0, 2.0)
     assert disk.capacity == "1 GiB"
@@ -56,6 +56,7 @@ BAD = [
     ((HostTier(num_blocks=4, min_priority=True),), "tiers[0]", "min_priority is True"),
     ((HostTier(num_blocks=4, min_hits=-1),), "tiers[0]", "min_hits is -1"),
     ((HostTier(num_blocks=4, min_hits=1.5),), "tiers[0]", "min_hits is 1.5"),
+    ((HostTier(num_blocks=4, write="behind"),), "tiers[0]", "write is 'behind', must be one of through, back"),
     ((DiskTier("a", min_priority=200),), "tiers[0]", "min_priority"),
     ((DiskTier("a", write="sometimes"),), "tiers[0]", "'sometimes'"),
     ((DiskTier("a", timeout_s=0),), "tiers[0]", "timeout_s is 0"),

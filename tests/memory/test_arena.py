@@ -14,6 +14,7 @@ from kvist.memory import TorchMemory
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 4, 2, 3
 PLAIN = AttentionSpec(HEADS, DIM, dtype="float32")
 both_orders = pytest.mark.parametrize("order", ["layer_major", "block_major"])
+every_order = pytest.mark.parametrize("order", ["layer_major", "block_major", "heads_first"])
 
 
 def arena(*layers, num_blocks=NUM_BLOCKS, **settings):
@@ -80,7 +81,7 @@ def test_keys_and_values_of_different_size_are_kept_apart():
     assert torch.equal(values[0], rows(2, dim=5))
 
 
-@both_orders
+@every_order
 def test_write_puts_each_token_in_its_slot_of_its_layer_only(order):
     memory = arena(PLAIN, PLAIN, storage_order=order)
     keys, values = rows(3), rows(3, start=100)
@@ -100,7 +101,7 @@ def test_write_takes_strided_rows_and_numpy_slots():
     assert torch.equal(memory.keys(0)[1, 1:], heads_first.transpose(0, 1))
 
 
-@both_orders
+@every_order
 def test_negative_slots_are_skipped(order):
     memory = arena(storage_order=order)
     memory.write(0, rows(4), rows(4, start=50), torch.tensor([-1, 3, -7, 0]))
@@ -158,7 +159,7 @@ def test_a_layer_that_is_not_there_is_refused(layer):
 
 @pytest.mark.parametrize("padding", [0, -1, 5, 2**31 - 1])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@both_orders
+@every_order
 def test_gather_follows_the_block_table_and_any_padding(padding, dtype, order):
     memory = arena(storage_order=order)
     numbered(memory)
@@ -194,7 +195,7 @@ def test_a_gather_that_does_not_fit_is_refused(table, max_len, error):
         arena().gather(0, torch.tensor(table), max_len)
 
 
-@both_orders
+@every_order
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_every_dtype_is_written_moved_and_gathered_bit_by_bit(dtype, order):
     memory = arena(AttentionSpec(HEADS, DIM, dtype=dtype), storage_order=order)
@@ -266,7 +267,7 @@ def test_a_move_that_leaves_the_arena_stops_all_of_them(move):
     assert alike(all_planes(memory), before)
 
 
-@both_orders
+@every_order
 def test_a_move_with_offsets_copies_these_token_rows_only(order):
     memory = arena(PLAIN, AttentionSpec(HEADS, DIM, dtype="float8_e5m2", value_head_dim=5), storage_order=order)
     expected = numbered(memory)
@@ -475,7 +476,7 @@ def test_states_begin_as_zeros_of_their_own_shapes_and_dtypes():
     assert not second.any()
 
 
-@both_orders
+@every_order
 def test_states_are_written_read_and_cleared_by_block(order):
     memory = arena(STATE, PLAIN, STATE, storage_order=order)
     memory.write_states(2, np.array([4, -1, 0], dtype=np.int32), states(3))

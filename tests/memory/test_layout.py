@@ -157,7 +157,7 @@ def test_every_problem_of_dtypes_scales_and_order_is_told_at_once():
         f"layers[3]: dtype is 'int4', must be one of {', '.join(DTYPES[:-2])}",
         "layers[4]: k_scale is inf, must be a positive finite number",
         "layers[4]: v_scale is True, must be a positive finite number",
-        "storage_order is 'token_major', must be one of layer_major, block_major",
+        "storage_order is 'token_major', must be one of layer_major, block_major, heads_first",
     ]
 
 

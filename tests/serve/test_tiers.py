@@ -57,21 +57,23 @@ def num_cached(generations):
     return sum(generation.stats.num_cached_tokens for generation in generations)
 
 
+@pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("order", ["layer_major", "block_major"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pressed_tokens_are_those_of_transformers_with_host_memory(kind, order):
-    with pressed(kind, [HostTier(num_blocks=40)], storage_order=order) as engine:
+def test_pressed_tokens_are_those_of_transformers_with_host_memory(kind, order, write):
+    with pressed(kind, [HostTier(num_blocks=40, write=write)], storage_order=order) as engine:
         generations = run(engine, kind)
         (host,) = engine.manager.stats().tiers
     assert sum(generation.stats.num_preemptions for generation in generations) > 0
     assert host.num_demoted_blocks > 0
+    assert (host.num_copied_blocks > 0) == (write == "through")
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pressed_tokens_are_those_of_transformers_with_every_tier(kind, write, tmp_path):
     tiers = [
-        HostTier(num_blocks=20),
+        HostTier(num_blocks=20, write=write),
         DiskTier(tmp_path, "8 MiB", write=write, timeout_s=PATIENT),
         RemoteTier("memory://", write=write, timeout_s=PATIENT),
     ]
@@ -126,8 +128,14 @@ class Held(Kept):
         super().__init__(format)
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         self.may_answer.set()
+        self.num_looks, self.got = 0, []
+
+    def get(self, keys, buffers):
+        self.got += keys
+        return super().get(keys, buffers)
 
     def contains(self, keys):
+        self.num_looks += 1
         self.is_asked.set()
         self.may_answer.wait(PATIENT)
         return super().contains(keys)
@@ -187,13 +195,35 @@ def test_a_request_whose_time_is_over_is_computed(held):
         assert engine.manager.flush(PATIENT)
     with engine_on(model, timeout_s=0.05) as engine:
         held[0].may_answer.clear()
+        num_looks = held[0].num_looks
         late = engine.submit(prompt, SamplingParams(max_new_tokens=2))
         while engine.has_work:  # the store is held back all the time
             engine.step()
         assert late.stats.num_cached_tokens == 0
         assert late.token_ids == reference(model, prompt, 2)
+        assert held[0].num_looks == num_looks + 1, "its admission does not ask again"
         assert engine.manager.store_stats()["held"].num_timeouts > 0
         held[0].may_answer.set()
+
+
+def test_requests_that_wait_for_the_same_prefix_get_it_once(held):
+    model = shared_model("llama")
+    prefix = prompt_of(40)
+    prompts = [[*prefix, *prompt_of(9, seed=seed)] for seed in range(1, 4)]
+    with engine_on(model) as engine:
+        engine.generate([prefix], SamplingParams(max_new_tokens=2))
+        assert engine.manager.flush(PATIENT)
+    with engine_on(model) as engine:
+        held[0].may_answer.clear()
+        held[0].got.clear()
+        waiting = [engine.submit(prompt, SamplingParams(max_new_tokens=4)) for prompt in prompts]
+        assert held[0].is_asked.wait(PATIENT)
+        held[0].may_answer.set()
+        while engine.has_work:
+            engine.step()
+        assert tokens_of(waiting) == [reference(model, prompt, 4) for prompt in prompts]
+        assert all(generation.stats.num_cached_tokens >= 40 for generation in waiting)
+        assert len(held[0].got) == len(set(held[0].got)) == 10
 
 
 def test_a_request_that_waits_can_be_aborted_and_closing_aborts_all(held):

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from random import sample
@@ -139,6 +141,57 @@ class S3(Server):
 
     def url(self, bucket):
         return f"s3://{bucket}/cache?{self.settings}"
+
+
+class FullDisk:
+    """What stands in front of an S3 server as its own front does: while `is_full`, it stores nothing, and says so."""
+
+    def __init__(self, s3):
+        self.is_full, self.num_refused = False, 0
+        front, upstream = self, f"127.0.0.1:{s3.port}"
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if front.is_full and self.command == "PUT":
+                    front.num_refused += 1
+                    self.answer(507, {}, b"<Error><Code>XMinioStorageFull</Code></Error>")
+                    return
+                connection = HTTPConnection(upstream)
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                self.answer(answer.status, dict(answer.getheaders()), answer.read())
+                connection.close()
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
+
+            def answer(self, status, headers, body):
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                length = headers.get("Content-Length") if self.command == "HEAD" else None
+                self.send_header("Content-Length", length or str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.settings = f"endpoint=http://127.0.0.1:{self._server.server_port}&region=us-east-1"
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def url(self, bucket):
+        return f"s3://{bucket}/cache?{self.settings}"
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @contextmanager

@@ -221,7 +221,7 @@ def test_V89_prefixes_are_found_to_the_first_gap_and_windows_from_their_end(hits
     """Blocks of one token: of a window of 3, the two blocks before the next token count."""
     manager = core(layers=[FULL if window is None else sliding(window)], block_size=1)
     prefix = missing(manager, range(len(hits) + 1))
-    assert prefix.reach(manager._state, np.array([hits], bool)) == expected
+    assert prefix.reach(np.array([hits], bool)) == expected
 
 
 # -- reported: host memory --------------------------------------------------------------------------------------------

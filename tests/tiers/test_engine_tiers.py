@@ -1,18 +1,22 @@
 """An engine in the middle of its work while the server of its tier is stopped, killed, filled and restarted.
 
-No token is wrong, and every step returns while the server is still stopped or gone; afterwards hits come back.
+No token is wrong, and every step returns while the server is still stopped or gone; afterwards hits come back. The
+thread that steps asks no store itself, and waits for what is on its way no longer than the tier's time limit.
 """
 
 from functools import partial
+from threading import get_ident
+from typing import ClassVar
 
 import pytest
 from tests.serve.test_tiers import PATIENT, pressed, run, work
-from tests.tiers.services import S3, Valkey, needs, running
+from tests.tiers.services import S3, FullDisk, Valkey, needs, running
 
 from kvist import DiskTier, HostTier, RemoteTier
 from kvist.tiers import stack
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.guard import GuardedStore
+from kvist.tiers.stack import Coming
 
 needs("redis")
 needs("obstore")
@@ -22,16 +26,41 @@ pytestmark = pytest.mark.slow
 BUCKET = "bucket"
 
 
+class WatchedStore(GuardedStore):
+    """A guarded store that notes which threads ask it."""
+
+    askers: ClassVar[set[int]] = set()
+
+    def contains(self, keys):
+        self.askers.add(get_ident())
+        return super().contains(keys)
+
+    def get(self, keys, buffers):
+        self.askers.add(get_ident())
+        return super().get(keys, buffers)
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Breakers open at the second failure, and ask again soon."""
 
     def guarded(store, timeout_s, **settings):
-        return GuardedStore(store, timeout_s, breaker=CircuitBreaker(num_failures=2, retry_s=0.1), **settings)
+        return WatchedStore(store, timeout_s, breaker=CircuitBreaker(num_failures=2, retry_s=0.1), **settings)
 
     monkeypatch.setattr(stack, "GuardedStore", guarded)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """For how many seconds at most a step has waited, each time; at the end, that it has asked no store itself."""
+    found, wait = [], Coming.wait
+    WatchedStore.askers.clear()
+    monkeypatch.setattr(Coming, "wait", lambda self, timeout_s=None: found.append(timeout_s) or wait(self, timeout_s))
+    yield found
+    assert WatchedStore.askers
+    assert get_ident() not in WatchedStore.askers
 
 
 @pytest.fixture
@@ -89,14 +118,19 @@ def restart(server, bucket=None):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
-def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_restarted(kind, valkey, monkeypatch):
+def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_restarted(
+    kind, valkey, monkeypatch, waits
+):
     with pressed(kind, [HostTier(num_blocks=20), RemoteTier(valkey.url, timeout_s=0.2)]) as engine:
         midway = Midway(engine, monkeypatch)
         assert hits_come_back(engine, kind)
         midway.at({7: valkey.pause})
         run(engine, kind)  # which ends while the server is stopped
         run(engine, kind)
-        midway.at({7: valkey.resume, 15: valkey.kill})
+        midway.at({7: valkey.resume})
+        run(engine, kind)
+        assert hits_come_back(engine, kind)
+        midway.at({7: valkey.kill})
         run(engine, kind)
         run(engine, kind)  # while there is none
         midway.at({7: partial(restart, valkey)})
@@ -114,16 +148,20 @@ def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_
     assert stats.num_errors > 0
     assert stats.num_refused > 0
     assert stats.num_corrupt == 0
+    assert max(waits) <= 0.2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(kind, s3, monkeypatch):
+def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(kind, s3, monkeypatch, waits):
     with pressed(kind, [RemoteTier(s3.url(BUCKET), timeout_s=1.0)]) as engine:
         midway = Midway(engine, monkeypatch)
         assert hits_come_back(engine, kind)
         midway.at({7: s3.pause})
         run(engine, kind)  # which ends while the server is stopped
-        midway.at({7: s3.resume, 15: s3.kill})
+        midway.at({7: s3.resume})
+        run(engine, kind)
+        assert hits_come_back(engine, kind)
+        midway.at({7: s3.kill})
         run(engine, kind)
         run(engine, kind)  # while there is none
         midway.at({7: partial(restart, s3, BUCKET)})
@@ -133,6 +171,28 @@ def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(k
         stats = engine.manager.store_stats()["s3"]
     assert stats.num_timeouts + stats.num_errors > 0
     assert stats.num_corrupt == 0
+    assert max(waits) <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_an_engine_goes_on_while_its_s3_server_is_full(kind, s3, monkeypatch, waits):
+    front = FullDisk(s3)
+    with pressed(kind, [RemoteTier(front.url(BUCKET), timeout_s=1.0)]) as engine:
+        midway = Midway(engine, monkeypatch)
+        assert hits_come_back(engine, kind)
+        engine.manager.drop(namespace=())
+        midway.at({7: partial(setattr, front, "is_full", True)})
+        run(engine, kind)
+        run(engine, kind)  # while it takes nothing
+        midway.assert_done()
+        front.is_full = False
+        assert hits_come_back(engine, kind)
+        stats = engine.manager.store_stats()["s3"]
+    front.close()
+    assert front.num_refused > 0
+    assert stats.num_timeouts + stats.num_errors > 0
+    assert stats.num_corrupt == 0
+    assert max(waits) <= 1.0
 
 
 def test_two_engines_share_a_server_and_one_of_them_keeps_what_it_got_on_disk(valkey, tmp_path):

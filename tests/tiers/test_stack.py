@@ -261,6 +261,65 @@ def test_of_what_was_fetched_and_never_asked_for_the_oldest_goes(stores, monkeyp
     stack.close()
 
 
+def test_what_is_being_fetched_is_not_fetched_twice_and_both_wait_for_it(stack, stores):
+    put(stores[1], KEYS)
+    stores[1].hold("get")
+    first = stack.fetch_ahead([KEYS[:4]])
+    assert stores[1].begun.wait(PATIENT)
+    second, third = stack.fetch_ahead([KEYS[:6]]), stack.fetch_ahead([KEYS[:2]])
+    assert not second.wait(0.001)
+    assert not third.wait(0.001)
+    stores[1].release()
+    assert all(coming.wait(PATIENT) for coming in (first, second, third))
+    assert stores[1].got == KEYS[:6]
+    assert stack.look(KEYS).tolist() == [HERE] * 6 + [1] * 2
+
+
+def test_only_what_is_chosen_is_fetched_and_where_the_rest_was_is_known_for_one_look(stack, stores):
+    put(stores[0], KEYS[:4])
+
+    def choose(look):
+        assert look(KEYS[:5]).tolist() == [0] * 4 + [NOWHERE]
+        return [KEYS[1:3]]
+
+    assert stack.fetch_ahead([KEYS[:5]], choose).wait(PATIENT)
+    assert stores[0].got == KEYS[1:3]
+    for num_looks in (1, 2):
+        assert stack.look(KEYS[:5]).tolist() == [0, HERE, HERE, 0, NOWHERE]
+        assert stores[0].num_asked("contains") == num_looks
+
+
+def test_what_has_come_for_an_earlier_call_is_not_fetched_again_though_it_was_taken(stack, stores):
+    put(stores[1], KEYS)
+    stores[1].hold("get")
+    first = stack.fetch_ahead([KEYS[:4]])
+    assert stores[1].begun.wait(PATIENT)
+    may_look = Event()
+
+    def choose(look):
+        assert may_look.wait(PATIENT)
+        return [[key for key, place in zip(KEYS[:6], look(KEYS[:6]).tolist(), strict=True) if place != HERE]]
+
+    second = stack.fetch_ahead([KEYS[:6]], choose)
+    stores[1].release()
+    assert first.wait(PATIENT)
+    assert got(stack, KEYS[:4]) == [True] * 4
+    may_look.set()
+    assert second.wait(PATIENT)
+    assert stores[1].got == KEYS[:6]
+
+
+def test_what_is_here_can_be_looked_for_and_taken_without_asking(stack, stores):
+    put(stores[0], KEYS[:4])
+    fetch(stack, KEYS[:2])
+    stores[0].asked.clear()
+    assert stack.look_here(KEYS[:3]).tolist() == [HERE, HERE, NOWHERE]
+    contents, found = stack.take_here(KEYS[:3], 0)
+    assert found.tolist() == [True, True, False]
+    assert contents[1].tobytes() == contents_of(KEYS[1], 100)
+    assert stores[0].asked == []
+
+
 def test_who_waits_for_what_is_coming_waits_no_longer_than_asked(stack, stores):
     put(stores[0], KEYS[:1])
     stores[0].hold("get")

@@ -33,6 +33,8 @@ from kvist import (
     StateSpec,
     TransferError,
 )
+from kvist.core import restoring
+from kvist.core.contents import Contents
 from kvist.errors import ArgumentTypeError
 from kvist.memory.arena import TorchMemory
 from kvist.testing import TokenMemory
@@ -571,6 +573,148 @@ def test_the_head_that_a_fast_store_has_is_loaded_though_the_rest_is_faster_comp
         assert second.manager._link.num_declined_tokens == 4
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(1e9, 0), (4.0, 8)])
+def test_what_takes_longer_to_load_than_to_compute_is_not_prefetched(rate, expected):
+    with Machine(configured()) as machine:
+        machine.leave(range(8))
+    with again(machine) as second:
+        [level] = second.manager._link.stack._levels
+        level.store._speed.note(64, 1.0)
+        second.manager.prefill_tokens_per_s = rate
+        assert second.manager.prefetch([*range(8), 9]).wait(PATIENT)
+        assert CLIENTS[-1].asked.count("get") == (1 if expected else 0)
+        assert second.leave([*range(8), 9], publish=False) == expected
+        assert second.manager._link.num_declined_tokens == 2 * (8 - expected)  # by the admission, too
+
+
+def test_an_admission_that_asks_no_store_takes_what_was_prefetched():
+    with Machine(configured()) as machine:
+        machine.leave(range(8))
+    with again(machine) as second:
+        second.manager.asks_stores = False
+        assert second.leave([*range(8), 9], publish=False) == 0
+        assert CLIENTS[-1].asked == []
+        assert second.manager.prefetch([*range(8), 9]).wait(PATIENT)
+        num_asked = len(CLIENTS[-1].asked)
+        assert second.leave([*range(8), 9], publish=False) == 8
+        second.manager.evict(12)
+        assert second.leave([*range(8), 9], publish=False) == 0
+        assert len(CLIENTS[-1].asked) == num_asked
+        assert second.manager.asks_stores is False
+
+
+# -- windows and states that the device has lost ----------------------------------------------------------------------
+
+
+LOSING = {
+    "sliding": [AttentionSpec(1, 1), AttentionSpec(1, 1, sliding_window=4)],
+    "with a sink": [AttentionSpec(1, 1), AttentionSpec(1, 1, sliding_window=5, sink_tokens=1)],
+    "chunked": [AttentionSpec(1, 1), AttentionSpec(1, 1, chunk_tokens=12)],
+    "states": [AttentionSpec(1, 1), StateSpec([(1,)], checkpoint_tokens=2)],
+}
+
+
+def lose(machine, columns):
+    """Let the device lose blocks of the only extent that its second group has."""
+    [spanned] = machine.manager._state.spanned
+    [extent] = machine.manager._state.tree.extents()
+    at = np.array([column for column in columns if extent.blocks[spanned.index, column] >= 0])
+    assert spanned._take(extent, at, len(at)) == len(at)
+    machine.manager.check()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", LOSING)
+def test_what_the_device_has_lost_below_what_it_has_comes_from_stores(kind, ahead, tier):
+    """It still has the K and V of full attention, and of the other group the end only."""
+    config = configured(tier, layers=LOSING[kind], num_blocks=[24, 24], event_buffer=1000)
+    with Machine(config) as machine:
+        sequence = machine.manager.add_sequence(range(17))
+        for end in (4, 8, 12, 16, 17):
+            machine.memory.write(sequence, stop=end)
+            machine.manager.commit([sequence], end)
+        machine.manager.free(sequence)
+        assert machine.manager.flush(PATIENT)
+        lose(machine, range(6))
+        prompt = [*range(8), 50, 51, 52]
+        found = machine.manager.match_prefix(prompt)
+        assert (found.num_tokens, sum(found.tiers.values())) == (0, 8)
+        if ahead:
+            assert machine.manager.prefetch(prompt).wait(PATIENT)
+        assert machine.leave(prompt) == 8
+        events = machine.manager.events
+        assert Contents.of_snapshot(events.snapshot()).digest() == events.content_digest()
+        assert machine.leave([*range(16), 9]) == 16
+
+
+def test_what_was_lost_and_has_no_room_is_computed():
+    config = configured(layers=LOSING["sliding"], num_blocks=[24, 9])
+    with Machine(config) as machine:
+        machine.leave(range(16))
+        lose(machine, range(6))
+        held = machine.compute(range(100, 112))
+        assert machine.leave([*range(8), 50]) in (0, 8)
+        machine.manager.free(held)
+
+
+def lose_some(machine, chance):
+    """Let the device lose a few blocks of its second group that nobody has in span, wherever they are."""
+    state = machine.manager._state
+    [group] = state.spanned
+    for extent in list(state.tree.extents()):
+        if extent.parent is not None and chance.random() < 0.5:
+            columns = np.flatnonzero(extent.blocks[group.index] >= 0)
+            num_lost = group._take(
+                extent, np.sort(np.array(chance.sample(columns.tolist(), len(columns) // 2), int)), len(columns)
+            )
+            state.tree.note_evicted(num_lost)
+            if extent.ticket:
+                state.tree.queue.withdraw(extent)
+                state.tree.offer(extent)
+
+
+def computed_in_chunks(machine, tokens):
+    """Compute a prompt, with a commit at every block, where states are kept."""
+    sequence = machine.manager.add_sequence(tokens)
+    machine.memory.verify(sequence)
+    for end in range(sequence.num_cached_tokens // 2 * 2 + 2, len(tokens) + 2, 2):
+        machine.memory.write(sequence, stop=min(end, len(tokens)))
+        machine.manager.commit([sequence], min(end, len(tokens)))
+    return sequence
+
+
+@pytest.mark.parametrize("host", [0, 6])
+@pytest.mark.parametrize("kind", LOSING)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_lost_anywhere_comes_back_or_is_computed_and_is_never_wrong(kind, host, seed, monkeypatch):
+    tiers = [HostTier(num_blocks=host, write="through" if seed else "back")] if host else []
+    config = configured(*tiers, shared(), layers=LOSING[kind], num_blocks=[16, 12], event_buffer=10**6)
+    chance, contents, kept, num_filled = Random(seed), Contents(), [], []
+    fill_holes = restoring._fill_holes
+    monkeypatch.setattr(restoring, "_fill_holes", lambda *each: num_filled.append(fill_holes(*each)) or num_filled[-1])
+    with Machine(config) as machine:
+        for turn in range(60):
+            tokens = [turn % 2 * 100 + at for at in range(chance.randrange(3, 18))] + [200 + turn] * (turn % 5)
+            if turn % 3 == 2:
+                assert machine.manager.prefetch(tokens).wait(PATIENT)
+            try:
+                sequence = computed_in_chunks(machine, tokens)
+            except OutOfBlocks:
+                machine.manager.free(kept.pop(0)) if kept else None
+                continue
+            kept.append(sequence)
+            if len(kept) > chance.randrange(3):
+                machine.manager.free(kept.pop(0))
+            assert machine.manager.flush(PATIENT)
+            lose_some(machine, chance)
+            machine.manager.check()
+            for each in kept:
+                machine.memory.verify(each)
+            assert contents.follow(machine.manager.events.poll())
+            assert contents.digest() == machine.manager.events.content_digest()
+    assert sum(map(bool, num_filled)) > 3
+
+
 @pytest.mark.parametrize("rate", [0, -1.0])
 def test_a_rate_of_nothing_is_refused(rate):
     with Machine(configured()) as machine:
@@ -912,9 +1056,9 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         host=st.integers(0, 6), write=st.sampled_from(("through", "back")), block_size=st.sampled_from((1, 2)),
         num_blocks=st.integers(4, 9), layers=st.sampled_from(range(4)), partial_reuse=st.booleans(),
-        min_priority=st.sampled_from((0, 36)), slower=st.booleans(),
+        min_priority=st.sampled_from((0, 36)), slower=st.booleans(), through=st.booleans(),
     )  # fmt: skip
-    def start(self, host, write, block_size, num_blocks, layers, partial_reuse, min_priority, slower):
+    def start(self, host, write, block_size, num_blocks, layers, partial_reuse, min_priority, slower, through):
         SERVERS.clear()
         CLIENTS.clear()
         kinds = [
@@ -923,14 +1067,16 @@ class StoreMachine(RuleBasedStateMachine):
             [AttentionSpec(1, 1), StateSpec([(1,)], checkpoint_tokens=block_size)],
             [AttentionSpec(1, 1, sliding_window=3), AttentionSpec(1, 1, chunk_tokens=2 * block_size)],
         ][layers]
-        tiers = [HostTier(num_blocks=host, min_priority=min_priority)] if host else []
+        write_host = "through" if through else "back"
+        tiers = [HostTier(num_blocks=host, min_priority=min_priority, write=write_host)] if host else []
         tiers += [shared(write=write), *([shared("slower_server")] if slower else [])]
         config = configured(
             *tiers, num_blocks=[num_blocks] * (2 if layers else 1), layers=kinds, block_size=block_size,
-            partial_reuse=partial_reuse, max_sequences=4, max_sequence_length=8 * block_size,
+            partial_reuse=partial_reuse, max_sequences=4, max_sequence_length=8 * block_size, event_buffer=10**6,
         )  # fmt: skip
         self.config = config
         self.prefixes = Prefixes()
+        self.contents = [Contents(), Contents()]
         self.machines = [self.opened(), self.opened()]
         self.live = [[], []]
         self.asleep = [[], []]
@@ -1015,6 +1161,20 @@ class StoreMachine(RuleBasedStateMachine):
         machine.manager.commit([sequence])
         self.live[which].append(sequence)
 
+    @rule(which=st.integers(0, 1), pick=st.integers(0, 9))
+    def lose(self, which, pick):
+        """Let the device lose blocks of a window or of states that nobody has in span, wherever they are."""
+        machine = self.machines[which]
+        state = machine.manager._state
+        found = [(extent, group) for extent in state.tree.extents() for group in state.spanned]
+        if found:
+            extent, group = found[pick % len(found)]
+            num_lost = group.take_any(extent, 1 + pick // 2)
+            state.tree.note_evicted(num_lost)
+            if num_lost and extent.ticket:
+                state.tree.queue.withdraw(extent)
+                state.tree.offer(extent)
+
     @rule(which=st.integers(0, 1), n=st.integers(1, 20))
     def evict(self, which, n):
         self.machines[which].manager.evict(n)
@@ -1027,7 +1187,7 @@ class StoreMachine(RuleBasedStateMachine):
         machine = self.machines[which]
         if what == "restart":
             machine.manager.close()
-            self.machines[which] = self.opened()
+            self.machines[which], self.contents[which] = self.opened(), Contents()
             self.live[which], self.asleep[which] = [], []
         elif what == "drop":  # what the other machine has on its device, it may store again
             machine.manager.drop(namespace=("a",) if bad else ())
@@ -1043,6 +1203,12 @@ class StoreMachine(RuleBasedStateMachine):
             machine.manager.check()
             for sequence in live:
                 machine.memory.verify(sequence)
+
+    @invariant()
+    def events_tell_what_is_there(self):
+        for machine, contents in zip(getattr(self, "machines", ()), getattr(self, "contents", ()), strict=True):
+            assert contents.follow(machine.manager.events.poll())
+            assert contents.digest() == machine.manager.events.content_digest()
 
     def teardown(self):
         for machine, live in zip(getattr(self, "machines", ()), getattr(self, "live", ()), strict=True):

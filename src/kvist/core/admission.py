@@ -188,6 +188,8 @@ def _open_row(state: CacheState, sequence: Sequence, match: Match | None, num_re
         if state.has_full:
             table[start:end] = node.blocks[0]
         node, end = node.parent, start
+    if state.copies is not None:
+        state.copies.hit(extent)
     if state.linear:
         holdings.share(state, row, extent, num_reused)
 

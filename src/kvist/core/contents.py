@@ -9,7 +9,7 @@ from hashlib import sha256
 import numpy as np
 
 from kvist.core.events import Cleared, Created, Event, Moved, Removed, Stored, Updated
-from kvist.core.extents import Extent, Namespace
+from kvist.core.extents import Blocks, Extent, Namespace
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.recording import PUBLISHED, EventRecorder
 from kvist.core.state import CacheState
@@ -102,6 +102,13 @@ class Contents:
         else:
             self.blocks.pop(namespace, None)
 
+    def _add(self, namespace: Namespace, tier: str, blocks: Blocks, digests: list[bytes]) -> None:
+        """Add the blocks `[num_groups, n]` of a tier that have these digests, -1 for those that are not there."""
+        for group, column in enumerate(blocks[:, : len(digests)]):
+            present = np.flatnonzero(column >= 0).tolist()
+            if present:
+                self._place(namespace, (tier, group)).update(digests[at] for at in present)
+
     def _place(self, namespace: Namespace, place: Place) -> set[bytes]:
         return self.blocks.setdefault(namespace, {}).setdefault(place, set())
 
@@ -121,6 +128,9 @@ def snapshot_of(state: CacheState) -> Snapshot:
     for tier, extents in ((DEVICE, list(state.tree.extents())), (HOST, state.lower_extents())):
         for extent in extents:
             writer.stored(extent, 0, tier, PUBLISHED)
+    if state.copies is not None:
+        for extent in state.copies.extents():
+            writer.stored(extent, 0, HOST, PUBLISHED, state.copies.of(extent))
     return Snapshot(recorder.epoch, recorder.next_id, tuple(writer.take()))
 
 
@@ -135,11 +145,11 @@ def contents_of(state: CacheState) -> Contents:
         while waiting:
             extent, before, tier = waiting.pop()
             digests = chain.extend(before, extent.tokens)
-            for group, column in enumerate(extent.blocks[:, : len(digests)]):
-                present = np.flatnonzero(column >= 0).tolist()
-                if present:
-                    place = contents._place(root.namespace, (tier, group))
-                    place.update(digests[at] for at in present)
+            held = [(tier, extent.blocks)]
+            if state.copies is not None and tier == DEVICE:
+                held.append((HOST, state.copies.of(extent)))
+            for where, blocks in held:
+                contents._add(root.namespace, where, blocks, digests)
             last = digests[-1] if digests else before
             waiting += [(child, last, tier) for child in (extent.children or {}).values()]
             waiting += [(child, last, HOST) for child in (extent.lower or {}).values()]

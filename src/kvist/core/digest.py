@@ -28,6 +28,8 @@ def state_digest(state: CacheState) -> str:
         sha.update(repr(namespace).encode())
         for extent in state.tree.roots[namespace].subtree_in_order():
             _add_extent(sha, state, extent)
+            if state.copies is not None and (copies := state.copies.of(extent)).max(initial=-1) >= 0:
+                sha.update(b"copies" + copies.astype("<i4").tobytes())
     for extent in state.lower_extents():
         sha.update(b"host")
         _add_extent(sha, state, extent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvist.core.extents import Extent
 from kvist.core.matching import PrefixMatch
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
@@ -79,19 +80,24 @@ def _cached_parts(state: CacheState, prompt: bytes, match: PrefixMatch) -> list[
     found = state.tree.fit(state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=state.tree.partial))
     parts, start = [], 0
     for extent in found.extent.path():
-        parts.append(Part(start, extent.num_tokens, extent.num_blocks, _use(extent.references), extent.references))
+        use = _use(state, extent, extent.num_blocks)
+        parts.append(Part(start, extent.num_tokens, extent.num_blocks, use, extent.references))
         start += extent.num_tokens
     if found.child is not None:
         size = found.child_blocks * state.block_size
-        parts.append(Part(start, size, found.child_blocks, _use(found.child.references), found.child.references))
+        use = _use(state, found.child, found.child_blocks)
+        parts.append(Part(start, size, found.child_blocks, use, found.child.references))
         start += size
     if found.num_partial_tokens:
         parts.append(Part(start, found.num_partial_tokens, 1, "in a block that agrees in part, to be copied", 0))
     return parts
 
 
-def _use(references: int) -> str:
-    return "in use" if references else "evictable"
+def _use(state: CacheState, extent: Extent, num_blocks: int) -> str:
+    """Say what holds the first so many blocks of an extent, and how many of them host memory has, too."""
+    use = "in use" if extent.references else "evictable"
+    num_copied = 0 if state.copies is None else state.copies.num_columns(extent, num_blocks)
+    return f"{use}, {num_copied} in host memory, too" if num_copied else use
 
 
 def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:

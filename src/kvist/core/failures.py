@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core import resuming
-from kvist.core.extents import Extent
-from kvist.core.lower import DEVICE, HOST
+from kvist.core.extents import Blocks, Extent
+from kvist.core.lower import DEVICE, HOST, LowerTier
 from kvist.core.moves import Move
+from kvist.core.recording import NOT_FILLED
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 
@@ -29,10 +30,7 @@ def forget_unmade(state: CacheState, moves: Iterable[Move]) -> list[Sequence]:
     moves = list(moves)
     lost = _lost(state, moves)
     if state.lower is not None:
-        for extent in state.lower.extents():
-            column = _first(extent, lost[HOST])
-            if column is not None and extent.parent is not None:
-                state.lower.lose(extent, column)
+        _lose_in_host(state.lower, lost[HOST])
     holders = _disown(state, lost[DEVICE])
     sequences = []
     while (sequence := _next_affected(state, holders, _fed_from(moves, lost[DEVICE]))) is not None:
@@ -51,9 +49,20 @@ def _lost(state: CacheState, moves: list[Move]) -> Lost:
     return {tier: [np.array(ids, np.int32) for ids in groups] for tier, groups in lost.items()}
 
 
-def _first(extent: Extent, lost: list[NDArray[np.int32]]) -> int | None:
-    """Return the first column of an extent in which a block is lost."""
-    columns = [np.flatnonzero(np.isin(own, ids)) for own, ids in zip(extent.blocks, lost, strict=True) if len(ids)]
+def _lose_in_host(lower: LowerTier, lost: list[NDArray[np.int32]]) -> None:
+    for extent in lower.extents():
+        column = _first(extent.blocks, lost)
+        if column is not None and extent.parent is not None:
+            lower.lose(extent, column)
+    for extent in lower.copies.extents():
+        column = _first(lower.copies.of(extent), lost)
+        if column is not None:
+            lower.copies.drop(extent, column, NOT_FILLED)
+
+
+def _first(blocks: Blocks, lost: list[NDArray[np.int32]]) -> int | None:
+    """Return the first column of blocks `[num_groups, n]` in which one is lost."""
+    columns = [np.flatnonzero(np.isin(own, ids)) for own, ids in zip(blocks, lost, strict=True) if len(ids)]
     return min((int(found[0]) for found in columns if len(found)), default=None)
 
 
@@ -63,7 +72,7 @@ def _disown(state: CacheState, lost: list[NDArray[np.int32]]) -> set[Extent]:
     if not any(map(len, lost)):
         return found
     for extent in state.all_extents():
-        column = _first(extent, lost)
+        column = _first(extent.blocks, lost)
         if column is None:
             continue
         if extent.key is not None:

@@ -226,7 +226,8 @@ def _lower_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
     if len(found) != lower.num_extents:
         yield f"{lower.num_extents} extents are counted in the host tier, {len(found)} are there"
     for index, pool in enumerate(lower.pools):
-        columns = [each.blocks[group] for each in found for group, own in enumerate(lower.pool_of) if own == index]
+        held = [each.blocks for each in found] + [lower.copies.of(each) for each in lower.copies.extents()]
+        columns = [blocks[group] for blocks in held for group, own in enumerate(lower.pool_of) if own == index]
         blocks = np.concatenate([pool.free_blocks(), *columns])
         counts = np.bincount(blocks[blocks >= 0], minlength=pool.num_blocks)
         if len(counts) > pool.num_blocks or (counts != 1).any():
@@ -235,6 +236,12 @@ def _lower_problems(state: CacheState, extents: list[Extent]) -> Iterator[str]:
     leaves = Counter(id(each) for each in found if not each.children)
     if queued != leaves or lower.queue.num_candidates != queued.total():
         yield f"{queued.total()} extents of the host tier may be evicted, {leaves.total()} are leaves"
+    known = set(map(id, extents))
+    for extent in lower.copies.extents():
+        if id(extent) not in known or extent.key is None or not lower.writes_through:
+            yield f"{describe(extent)}: has copies in the host tier, and cannot be found"
+        elif ((copies := lower.copies.of(extent)) >= 0)[extent.blocks < 0].any() or not (copies >= 0).any():
+            yield f"{describe(extent)}: has other copies in the host tier than blocks"
 
 
 def _hung_problems(parent: Extent, key: bytes, child: Extent, block_bytes: int) -> Iterator[str]:

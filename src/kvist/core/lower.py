@@ -1,5 +1,7 @@
 """The host tier: what the device evicts goes on there, below what the device still has of its prefix.
 
+With write-through it has copies of what the device has, too, which are in no tree of its own: see `Copies`.
+
 Rules that must not be broken, with their reasons:
 
 - An extent here hangs in `lower` of an extent of the device, or in `children` of another one here. So a prefix is on
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.copies import Copies
 from kvist.core.eviction import Candidates
 from kvist.core.expiries import Expiries
 from kvist.core.extents import Blocks, Extent, Match, Twins
@@ -42,8 +45,8 @@ MAX_JOINED = 256
 class LowerTier:
     """The pools of host memory, what is in them, and what is evicted from them first.
 
-    `pool_of` gives each group's pool; `order` takes the copies that are needed. What has less than `min_priority` or
-    `min_hits` is not taken in.
+    `pool_of` gives each group's pool; `order` takes the moves that are needed. What has less than `min_priority` or
+    `min_hits` is not taken in. With `writes_through`, content is copied when the device gets it.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class LowerTier:
         *,
         min_priority: int,
         min_hits: int,
+        writes_through: bool = False,
     ) -> None:
         self.tree = tree
         self.pools = pools
@@ -66,6 +70,8 @@ class LowerTier:
         self.order = order
         self.min_priority = min_priority
         self.min_hits = min_hits
+        self.writes_through = writes_through
+        self.copies = Copies(self)
         self.num_extents = 0
         self.num_demoted = self.num_promoted = self.num_evicted = self.num_refused = 0
 
@@ -78,6 +84,7 @@ class LowerTier:
         self.num_extents = other.num_extents
         self.num_demoted, self.num_promoted = other.num_demoted, other.num_promoted
         self.num_evicted, self.num_refused = other.num_evicted, other.num_refused
+        self.copies.copy_from(other.copies, twins)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -113,19 +120,23 @@ class LowerTier:
     def take(self, parent: Extent, extent: Extent, keep: int) -> bool:
         """Take in what an extent of the device is about to lose, its blocks but the first `keep`, below `parent`.
 
-        What hangs below it goes along. Returns whether any of it was taken; what was not is gone, with all below it.
+        What hangs below it goes along, and what has a copy here is not moved. Returns whether any of it was taken; what
+        was not is gone, with all below it.
         """
         num_blocks = len(extent.tokens) // self.tree.block_bytes - keep
         if extent.keep.priority < self.min_priority or extent.hits < self.min_hits or num_blocks <= 0:
             self.num_refused += extent.num_blocks - keep
             self._evict_below(extent)
+            self.copies.drop(extent, keep, self.tree.reason)
             return False
-        blocks = extent.blocks[:, keep : keep + num_blocks]
-        num_taken = self._make_room(blocks)
+        copies = self.copies.take(extent, keep, num_blocks)
+        blocks: Blocks = np.where(copies < 0, extent.blocks[:, keep : keep + num_blocks], -1)
+        num_taken = self.make_room(blocks, over_copies=True)
         if num_taken < num_blocks:
             self.num_refused += num_blocks - num_taken
             self._evict_below(extent)
-            blocks = blocks[:, :num_taken]
+            self.give_copies(extent, keep + num_taken, copies[:, num_taken:], self.tree.reason)
+            blocks, copies = blocks[:, :num_taken], copies[:, :num_taken]
         if not num_taken:
             return False
         size, end = self.tree.block_bytes, keep + num_taken
@@ -134,26 +145,34 @@ class LowerTier:
         tokens = bytes(extent.tokens[keep * size : end * size])
         if self.tree.recorder is not None:
             self.tree.recorder.moved(extent, keep, blocks, DEVICE, HOST, self.tree.reason)
+            self.tree.recorder.removed(extent, keep, DEVICE, self.tree.reason, copies)
             self.tree.recorder.removed(extent, end, DEVICE, self.tree.reason)
-        hung = self._hang(parent, extent, tokens, self._bring_in(blocks), extent.start + keep)
+        taken: Blocks = np.maximum(copies, self.bring_in(blocks))
+        hung = self._hang(parent, extent, tokens, taken, extent.start + keep)
         if num_taken < num_blocks and hung.parent is not None:
             self.tree.remember_loss(hung, bytes(extent.tokens[end * size : (end + 1) * size]))
         self.num_demoted += num_taken
         return True
 
-    def _make_room(self, blocks: Blocks) -> int:
-        """Evict so that as many leading columns as can be fit in all pools; returns how many these are."""
+    def make_room(self, blocks: Blocks, *, over_copies: bool = False) -> int:
+        """Evict so that as many leading columns as can be fit in all pools; returns how many these are.
+
+        Copies go last, if they may at all.
+        """
         needs = [np.cumsum((blocks[groups] >= 0).sum(axis=0)) for groups in self._groups_of]
         for index, needed in enumerate(needs):
             if needed[-1] > self.pools[index].num_free:
-                self._evict(index, int(min(needed[-1], self.pools[index].num_blocks)))
+                wanted = int(min(needed[-1], self.pools[index].num_blocks))
+                self._evict(index, wanted)
+                if over_copies:
+                    self.copies.make_room(index, wanted)
         return min(
             int(np.searchsorted(needed, pool.num_free, side="right"))
             for needed, pool in zip(needs, self.pools, strict=True)
         )
 
-    def _bring_in(self, blocks: Blocks) -> Blocks:
-        """Order copies of the device's blocks `[num_groups, n]`, and return the blocks here that they go to."""
+    def bring_in(self, blocks: Blocks) -> Blocks:
+        """Order moves of the device's blocks `[num_groups, n]`, and return the blocks here that they go to."""
         taken = np.full(blocks.shape, -1, np.int32)
         for group, index in enumerate(self.pool_of):
             present = np.flatnonzero(blocks[group] >= 0)
@@ -285,8 +304,9 @@ class LowerTier:
             self.tree.forget_if_unused(parent)
         return extent
 
-    def forget_below(self, extent: Extent) -> None:
-        """Let go of all that hangs below an extent of the device."""
+    def forget_below(self, extent: Extent, keep: int = 0) -> None:
+        """Let go of all that hangs below an extent of the device, and of the copies of its blocks from `keep` on."""
+        self.copies.drop(extent, keep, self.tree.reason)
         if extent.lower is not None:
             self._forget_below(extent)
 
@@ -333,6 +353,12 @@ class LowerTier:
         if self.tree.recorder is not None:
             self.tree.recorder.removed(extent, keep, HOST, reason)
 
+    def give_copies(self, extent: Extent, first: int, copies: Blocks, reason: str) -> None:
+        """Give back blocks that were copies of the columns of an extent of the device from `first` on."""
+        if self.tree.recorder is not None:
+            self.tree.recorder.removed(extent, first, HOST, reason, copies)
+        self._give(copies)
+
     def _give(self, blocks: Blocks) -> None:
         for group, index in enumerate(self.pool_of):
             column = blocks[group]
@@ -374,17 +400,20 @@ class LowerTier:
         if extent.ticket:
             self.queue.withdraw(extent)
         if self.tree.recorder is not None:
-            self.tree.recorder.moved(extent, 0, blocks, HOST, DEVICE, PROMOTED)
+            if not self.writes_through:
+                self.tree.recorder.moved(extent, 0, blocks, HOST, DEVICE, PROMOTED)
             unused = np.where(blocks < 0, extent.blocks, -1)
             self.tree.recorder.removed(extent, 0, HOST, OUT_OF_SPAN, unused)
         for group in range(len(self.pool_of)):
             wanted = np.flatnonzero(blocks[group] >= 0)
             if len(wanted):
                 self._order(group, extent.blocks[group, wanted], blocks[group, wanted], HOST, DEVICE)
-        self._give(extent.blocks)
         self.num_extents -= 1
         self.num_promoted += extent.num_blocks
         raised = self.tree.add_unheld(parent, extent, blocks)
+        if self.tree.recorder is not None and self.writes_through:
+            self.tree.recorder.stored(raised, 0, DEVICE, PROMOTED)
+        self._give(self.copies.adopt(raised, 0, extent.blocks))
         self.hang_below(raised, extent.children)
         extent.parent = extent.children = None
         return raised
@@ -416,36 +445,42 @@ class LowerTier:
         while each is not None:
             length = min(len(each.tokens), len(content) - at)
             num_blocks = common_prefix(content, at, each.tokens, length) // size
+            unused = self.copies.adopt(extent, at // size, each.blocks[:, :num_blocks])
             at += num_blocks * size
             if num_blocks < each.num_blocks:
-                below = {self._cut_loose(each, num_blocks): each}
+                below = {self._cut_loose(each, unused): each}
                 each = None
             else:
-                below = self._given_up(each)
+                below = self._given_up(each, unused)
                 each = below.pop(content[at : at + size], None)
             if below:
                 left.append((extent.start + at // size, below))
         return left
 
-    def _given_up(self, extent: Extent) -> dict[bytes, Extent]:
-        """Give an extent back that hangs nowhere, and return what has hung below it."""
+    def _given_up(self, extent: Extent, unused: Blocks) -> dict[bytes, Extent]:
+        """Forget an extent that hangs nowhere, give its `unused` blocks back, and return what has hung below it."""
         if extent.ticket:
             self.queue.withdraw(extent)
-        self._note_removed(extent, 0, DISPLACED)
-        self._give(extent.blocks)
+        if self.tree.recorder is not None:
+            self.tree.recorder.removed(extent, 0, HOST, DISPLACED, unused)
+        self._give(unused)
         self.num_extents -= 1
         below = extent.children or {}
         extent.parent = extent.children = None
         return below
 
-    def _cut_loose(self, extent: Extent, num_blocks: int) -> bytes:
-        """Give back the first blocks of an extent that hangs nowhere, and return the key that it has then."""
+    def _cut_loose(self, extent: Extent, unused: Blocks) -> bytes:
+        """Cut the first columns off an extent that hangs nowhere, and return the key that it has then.
+
+        Those of their blocks that are `unused` are given back.
+        """
+        num_blocks = unused.shape[1]
         at = num_blocks * self.tree.block_bytes
         if self.tree.recorder is not None:
-            self.tree.recorder.removed(extent, 0, HOST, DISPLACED, extent.blocks[:, :num_blocks])
+            self.tree.recorder.removed(extent, 0, HOST, DISPLACED, unused)
         if extent.run is not None:
             extent.run = extent.run[0], extent.run[1] + num_blocks
-        self._give(extent.blocks[:, :num_blocks])
+        self._give(unused)
         extent.tokens, extent.blocks = bytes(extent.tokens[at:]), extent.blocks[:, num_blocks:]
         extent.start += num_blocks
         extent.key = extent.tokens[: self.tree.block_bytes]

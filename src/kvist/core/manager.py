@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -242,8 +243,8 @@ class CacheCore:
             growth.commit_one(state, sequences[0])
         else:
             growth.commit_rows(state, state.rows.batch(sequences, "commit"), num_computed_tokens)
-        if state.keeper is not None and state.keeper.on_commit:
-            state.publish_committed()  # now, so that stores get it bit by bit
+        if state.publishes_at_commit:
+            state.publish_committed()
         if state.moves:
             self._perform_moves()
 
@@ -275,6 +276,9 @@ class CacheCore:
             raise SequenceError(f"accept: node {places[-1]} at position {end - 1} has overwritten tokens in a ring")
         growth.accept(state, sequence, ids, places)
         self._perform_moves()
+        if state.publishes_at_commit and not state.moves:  # else the blocks are not what they are to be yet
+            state.publish_committed()
+            self._perform_moves()
 
     # -- taking back and ending ---------------------------------------------------------------------------------------
 
@@ -323,6 +327,13 @@ class CacheCore:
         if sequence._beams is not None:
             branches.leave_beams(state, sequence)
         state.end(sequence, publish=publish)
+        if state.copies is not None:
+            self._write_through()
+
+    def _write_through(self) -> None:
+        """Make the copies to host memory that the end of a sequence has ordered; the next call tries again."""
+        with suppress(TransferError):
+            self._perform_moves()
 
     def suspend(self, sequence: Sequence) -> None:
         """Free a sequence's row and blocks until `resume`; what is computed stays reusable as far as it fits.
@@ -332,6 +343,8 @@ class CacheCore:
         self._state.rows.check_running(sequence, "suspend")
         branches.refuse_waiting(sequence, "suspend")
         resuming.suspend(self._state, sequence)
+        if self._state.copies is not None:
+            self._write_through()
 
     def resume(self, sequence: Sequence) -> int:
         """Let a suspended sequence go on; returns how many of its computed tokens must be computed again.
@@ -722,6 +735,7 @@ class CacheCore:
                 num_promoted_blocks=lower.num_promoted,
                 num_evicted_blocks=lower.num_evicted,
                 num_refused_blocks=lower.num_refused,
+                num_copied_blocks=lower.copies.num_made,
             ),
         )
 

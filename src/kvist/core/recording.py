@@ -113,9 +113,9 @@ class EventRecorder:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def stored(self, extent: Extent, first: int, tier: str, reason: str) -> None:
-        """Note that an extent's blocks from `first` on can be hit in a tier."""
-        for group, run, low, end, columns in self._parts(extent, first, None):
+    def stored(self, extent: Extent, first: int, tier: str, reason: str, blocks: Blocks | None = None) -> None:
+        """Note that an extent's blocks from `first` on, or those that `blocks` has there, can be hit in a tier."""
+        for group, run, low, end, columns in self._parts(extent, first, blocks):
             event = Stored(self._id(), self.epoch, group, tier, run, low, end, extent.priority, reason, columns)
             self._stage(event)
 

@@ -189,6 +189,8 @@ def _make_private(state: CacheState, group: SpannedGroup, row: int, column: int,
         extent.has_holes = True
         if state.recorder is not None:
             state.recorder.removed_in(extent, index, np.array([column - extent.start]), DEVICE, TAKEN_OVER)
+        if state.copies is not None:
+            state.copies.drop_in(extent, index, np.array([column - extent.start]), TAKEN_OVER)
     else:
         rows.block_table[index, row, column] = state.take(index, 1)[0]
         own = rows.block_table.item(index, row, column)

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.copies import Copies
 from kvist.core.extents import Extent, Twins
 from kvist.core.groups import Span
 from kvist.core.losses import MADE_ROOM
@@ -40,6 +41,7 @@ class SpannedGroup:
         "_offered",
         "_spare",
         "bit",
+        "copies",
         "emptied",
         "index",
         "num_evictable",
@@ -63,6 +65,7 @@ class SpannedGroup:
         self._max_offered = self._max_spare = MIN_SWEPT
         self._middles: deque[Extent] = deque(maxlen=MAX_MIDDLES)
         self.recorder: EventRecorder | None = None
+        self.copies: Copies | None = None
 
     def copy_from(self, other: SpannedGroup, twins: Twins) -> None:
         """Count and rank the copies of extents as another group does the originals; references are copied apart."""
@@ -250,11 +253,25 @@ class SpannedGroup:
             column[free] = -1
             if self.recorder is not None:
                 self.recorder.removed_in(extent, self.index, free, "device", MADE_ROOM)
+            if self.copies is not None:
+                self.copies.drop_in(extent, self.index, free, MADE_ROOM)
             extent.has_holes = True
             self.num_evictable -= len(free)
             if len(free) == len(columns) and extent.ticket:
                 self.emptied.append(extent)
         return len(free)
+
+    def fill(self, extent: Extent, columns: NDArray[np.intp], blocks: NDArray[np.int32]) -> None:
+        """Give columns of an extent that have no blocks some, which nobody has in span yet."""
+        extent.blocks[self.index, columns] = blocks
+        self.num_evictable += len(columns)
+
+    def empty(self, extent: Extent, columns: NDArray[np.intp]) -> None:
+        """Take the blocks of columns of an extent back that nobody has in span."""
+        self.pool.give(extent.blocks[self.index, columns])
+        extent.blocks[self.index, columns] = -1
+        extent.has_holes = True
+        self.num_evictable -= len(columns)
 
     def give(self, column: NDArray[np.int32], *, has_holes: bool) -> int:
         """Give back the blocks of columns that leave the tree, which nobody may have in span; returns how many."""

@@ -94,8 +94,7 @@ class CacheState:
         )
         self.identities = IdentityTable() if identities is None else identities
         self.chain = Chain(config.fingerprint, self.block_size, self.identities)
-        self.lower = self.tree.lower = self._lower_tier()
-        self.keeper = self.tree.keeper = self._keeper()
+        self._add_tiers()
         self.recorder: EventRecorder | None = None
         self._note_listeners()
         self.rows = SequenceRows(config.max_sequences, config.max_sequence_length, self.spans, self.identities)
@@ -107,6 +106,15 @@ class CacheState:
         self._due_rows: set[int] = set()
         self._any_row_due = False
         self._slides_due = False
+
+    def _add_tiers(self) -> None:
+        self.lower = self.tree.lower = self._lower_tier()
+        self.keeper = self.tree.keeper = self._keeper()
+        self.copies = self.lower.copies if self.lower is not None and self.lower.writes_through else None
+        for group in self.spanned:
+            group.copies = self.copies
+        # Bit by bit, and not all at once when there is no room.
+        self.publishes_at_commit = self.copies is not None or (self.keeper is not None and self.keeper.on_commit)
 
     def _lower_tier(self) -> LowerTier | None:
         spec = self.config.host
@@ -120,6 +128,7 @@ class CacheState:
             self.order,
             min_priority=spec.min_priority,
             min_hits=spec.min_hits,
+            writes_through=spec.write == "through",
         )
 
     def record(self, recorder: EventRecorder) -> None:
@@ -512,6 +521,15 @@ class CacheState:
             self.recorder.stored_in(extent, group, columns, DEVICE)
         if self.keeper is not None:
             self.keeper.filled(extent, group, columns)
+        if self.copies is not None and len(columns):
+            self.copies.filled(extent, group, columns)
+
+    def _note_published(self, extent: Extent, first: int, end: int) -> None:
+        """Tell slower tiers of blocks first .. end-1 of the prefix that ends with an extent, which are new there."""
+        if self.keeper is not None:
+            self.keeper.committed(extent, first, end)
+        if self.copies is not None:
+            self.copies.committed(extent, first, end)
 
     def _keep_sources(self, source_blocks: Blocks, column: int, row: int) -> None:
         """Let groups that draw from one pool exchange new blocks, so that each gets its own source if that is one.
@@ -626,8 +644,8 @@ class CacheState:
                 self._rebase(sequence, start, existing, stop, blocks)
             if self.spanned:
                 self._adopt(sequence, blocks[:, existing:], start + existing, held=True)
-            if self.keeper is not None:
-                self.keeper.committed(sequence._extent, start + existing, stop)
+            if self.tree.has_tiers:
+                self._note_published(sequence._extent, start + existing, stop)
             self.rows.set_published(sequence, stop)
             start = stop
 
@@ -655,8 +673,8 @@ class CacheState:
                 new = blocks[:, existing:] if existing else blocks
                 holdings.adopt(self, sequence._extent, new, held=False)
                 self.tree.offer_spare(sequence._extent, start + existing)
-            if self.keeper is not None:
-                self.keeper.committed(sequence._extent, start + existing, min(stop, computed // block_size))
+            if self.tree.has_tiers:
+                self._note_published(sequence._extent, start + existing, min(stop, computed // block_size))
             rows.published_of[row] = start = stop
         if self.recurrent is not None:
             sequence._checkpoints.clear()

@@ -51,7 +51,8 @@ class TierStats:
 
     Of positions of `block_size` tokens, with a block in each group, `num_demoted_blocks` came from the device,
     `num_promoted_blocks` went back there, `num_evicted_blocks` were forgotten and `num_refused_blocks` not taken in:
-    their priority or hits were too low, or there was no room for them.
+    their priority or hits were too low, or there was no room for them. `num_copied_blocks` were copied while the device
+    kept them; such are among those demoted, too, when the device lets go of them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class TierStats:
     num_promoted_blocks: int
     num_evicted_blocks: int
     num_refused_blocks: int
+    num_copied_blocks: int = 0
 
     @property
     def num_used_blocks(self) -> int:

@@ -425,6 +425,8 @@ class PrefixTree:
             parent.children[extent.key] = upper
             extent.key = bytes(extent.tokens[: self.block_bytes])
             self._link(upper, extent)
+        if self.lower is not None:
+            self.lower.copies.split(upper, extent)
         for group in self.spanned:
             group.offer(upper, upper.start)
         return upper
@@ -512,7 +514,7 @@ class PrefixTree:
             if self.keeper is not None:
                 self.keeper.evicted(extent, keep, DEVICE)
         elif self.lower is not None:
-            self.lower.forget_below(extent)
+            self.lower.forget_below(extent, keep)
         if self.recorder is not None:
             self.recorder.removed(extent, keep, DEVICE, self.reason if remember else NOT_FILLED)
         return remember

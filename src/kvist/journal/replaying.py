@@ -8,9 +8,10 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from kvist.core import restoring
-from kvist.core.extents import Extent, Match, Namespace
+from kvist.core.extents import Match, Namespace
 from kvist.core.forecast import Forecast
 from kvist.core.moves import Move
+from kvist.core.restoring import Installed
 from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import KvistError, TransferError, WireError
@@ -253,6 +254,7 @@ class _Shelves:
     """Stands for the stores: what they had is known, what is in it does not matter."""
 
     prefill_tokens_per_s: float | None = None
+    asks = True
 
     def __init__(self, feed: _Feed) -> None:
         self._feed = feed
@@ -264,7 +266,7 @@ class _Shelves:
     def bring_up(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,
         num_beams: int,
-    ) -> tuple[Extent, list[Any]] | None:  # fmt: skip
+    ) -> tuple[Installed, list[Any]] | None:  # fmt: skip
         """Make room for as many blocks as came."""
         missing, end = restoring.missing_of(state, prompt, namespace, limit, match), self._feed.stored()
         if missing is None or not end:
@@ -273,7 +275,7 @@ class _Shelves:
         installed = restoring.install(state, missing, end, others)
         if installed is None:
             raise ReplayError(f"there is no room for the {end} blocks that came from stores")
-        return installed[0], []
+        return installed, []
 
     def fill(self, fillings: list[Any]) -> None:
         """Write nothing, or fail."""

@@ -184,7 +184,7 @@ def _tap_link(link: Any, taps: Taps) -> None:
 
     def told_bring_up(*arguments: Any) -> Any:
         came = bring_up(*arguments)
-        taps.note("stored", 0 if came is None else came[0].num_blocks)
+        taps.note("stored", 0 if came is None else came[0].blocks.shape[1])
         return came
 
     def told_fill(fillings: Any) -> None:

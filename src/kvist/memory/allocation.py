@@ -94,5 +94,10 @@ def _sizes(planes: list[Plane]) -> list[int]:
 
 
 def _typed(column: Tensor, plane: Plane) -> Tensor:
-    typed: Tensor = column.view(Encoding.of(plane).stored_dtype).unflatten(1, plane.stored_shape)
+    """View bytes `[num_blocks, plane bytes]` as elements, `[num_blocks, *shape]`, however they lie in memory."""
+    elements = column.view(Encoding.of(plane).stored_dtype)
+    typed: Tensor = elements.unflatten(1, plane.stored_shape)
+    if plane.heads_first:
+        num_tokens, num_heads, dim = plane.stored_shape
+        typed = elements.unflatten(1, (num_heads, num_tokens, dim)).transpose(1, 2)
     return typed

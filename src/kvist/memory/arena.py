@@ -15,6 +15,7 @@ from kvist.core.lower import DEVICE, HOST
 from kvist.core.moves import BlockMoves, Move
 from kvist.errors import ArgumentError, LayoutError
 from kvist.memory.allocation import allocate
+from kvist.memory.head_order import as_laid_out, as_stored
 from kvist.memory.host import host_planes
 from kvist.memory.layout import BlockLayout, layouts, owner_of
 from kvist.memory.rows import BlockBytes, store
@@ -34,7 +35,9 @@ class TorchMemory:
 
     Each attention layer has one contiguous tensor `[2, num_blocks, block_size, num_kv_heads, head_dim]` of its own
     dtype, K before V; `num_blocks` is that of its group. With `storage_order="block_major"` a block of a group is one
-    row of bytes instead, as its `BlockLayout` says, and the layers are strided views of the rows. Two elements of 4
+    row of bytes instead, as its `BlockLayout` says, and the layers are strided views of the rows. With "heads_first" a
+    layer is `[2, num_blocks, num_kv_heads, block_size, head_dim]` in memory, and all that is returned here is a view of
+    it in the usual order of axes. Two elements of 4
     bits lie in one of uint8, so `head_dim` is halved. A layer that keeps keys only has no values, and one that shares
     another layer's cache shows that layer's. All starts as zeros. Moves run in the order given; on CUDA they run
     on a stream of their own, and what writes and reads here makes the current stream wait for them. Whoever hands `kv`,
@@ -239,7 +242,7 @@ class TorchMemory:
     def plane_bytes(self, group: int) -> list[Tensor]:
         """Return a group's planes in the order of its layout, uint8 `[num_blocks, plane bytes]` each, as views.
 
-        Each row is in one piece; in block-major storage rows lie as far apart as blocks.
+        Each row is in one piece, as it is stored; in block-major storage rows lie as far apart as blocks.
         """
         return list(self._of_group(group).planes)
 
@@ -273,10 +276,10 @@ class TorchMemory:
         self.sync()
         self._require_written(DEVICE, group, index.numpy())
         if self.device.type != "cpu":
-            return held.read(index).cpu()
+            return as_laid_out(held.read(index).cpu(), held.layout)
         rows = torch.zeros((len(index), held.layout.num_bytes), dtype=torch.uint8)
         self._copier.gather(list(held.planes), held.layout, index.numpy(), rows)
-        return rows
+        return as_laid_out(rows, held.layout)
 
     def _read_host(self, group: int, index: Tensor) -> Tensor:
         layout = self.layouts[group]
@@ -285,7 +288,7 @@ class TorchMemory:
         self._require_written(HOST, group, index.numpy())
         rows = torch.zeros((len(index), layout.num_bytes), dtype=torch.uint8)
         self._copier.gather(self._host[group], layout, index.numpy(), rows)
-        return rows
+        return as_laid_out(rows, layout)
 
     def write_blocks(self, group: int, blocks: Blocks, rows: Tensor | npt.NDArray[np.uint8]) -> None:
         """Fill blocks, ints `[n]`, all different, from bytes as `read_blocks` returns them, on any device.
@@ -297,6 +300,7 @@ class TorchMemory:
         index = held.checked(_as_blocks(blocks))
         given = torch.as_tensor(rows)
         held.check_rows(index, given)
+        given = as_stored(given, held.layout)
         self.sync()
         is_apart = held.layout.is_dense or held.whole is None  # else what lies between planes would be written, too
         if is_apart and self.device.type == "cpu" and given.device.type == "cpu":

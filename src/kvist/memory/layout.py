@@ -33,7 +33,8 @@ class Plane:
 
     `name` is "keys", "values" or "state 0", "state 1", ... Keys and values are `[block_size, num_kv_heads, dim]`; the
     first n tokens of them are the first `n * token_bytes` bytes. `token_bytes` is 0 for what only moves as a whole:
-    states, and numbers of 4 bits. Quantised numbers are kept divided by `scale`.
+    states, and numbers of 4 bits. Quantised numbers are kept divided by `scale`. With `heads_first` the device and host
+    memory keep the block as `[num_kv_heads, block_size, dim]`, so that it moves as a whole there.
     """
 
     layer: int
@@ -43,6 +44,7 @@ class Plane:
     offset: int
     token_bytes: int
     scale: float = 1.0
+    heads_first: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -139,22 +141,23 @@ def _layout(config: CacheConfig, group: int) -> BlockLayout:
     for layer in config.groups[group].layers:
         if owner_of(config, layer) != layer:
             continue
-        for plane in _planes(config.layers[layer], layer, config.block_size):
+        for plane in _planes(config.layers[layer], layer, config.block_size, config.storage_order == "heads_first"):
             planes.append(replace(plane, offset=offset))
             offset = _aligned(offset + plane.num_bytes)
     return BlockLayout(group, config.block_size, tuple(planes))
 
 
-def _planes(spec: LayerSpec, layer: int, block_size: int) -> list[Plane]:
+def _planes(spec: LayerSpec, layer: int, block_size: int, heads_first: bool) -> list[Plane]:
     """Return the planes of a layer, as if each were alone."""
     if isinstance(spec, StateSpec):
         states = enumerate(zip(spec.dtypes, spec.shapes, strict=True))
         return [Plane(layer, f"state {number}", dtype, tuple(shape), 0, 0) for number, (dtype, shape) in states]
     scales = {"keys": spec.k_scale, "values": spec.v_scale}
-    return [
+    planes = [
         Plane(layer, name, spec.dtype, (block_size, spec.num_kv_heads, dim), 0, _token_bytes(spec, dim), scales[name])
         for name, dim in zip(scales, spec.head_dims, strict=False)
     ]
+    return [replace(plane, token_bytes=0, heads_first=True) for plane in planes] if heads_first else planes
 
 
 def _token_bytes(spec: AttentionSpec, dim: int) -> int:

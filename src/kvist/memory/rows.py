@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvist.errors import ArgumentError, LayoutError
+from kvist.memory.head_order import in_memory_order
 from kvist.memory.layout import BlockLayout
 
 __all__ = ["BlockBytes", "Rows", "ScatteredRows", "store"]
@@ -83,7 +84,10 @@ class BlockBytes:
 
     def __init__(self, layout: BlockLayout, planes: Sequence[Tensor]) -> None:
         self.layout = layout
-        self.planes = [plane.flatten(1).view(torch.uint8) for plane in planes]
+        self.planes = [
+            in_memory_order(tensor, plane).flatten(1).view(torch.uint8)
+            for plane, tensor in zip(layout.planes, planes, strict=True)
+        ]
         self.whole = self._joined()
         self._pieces = [(0, self.whole)] if self.whole is not None and layout.is_dense else self._apart()
 

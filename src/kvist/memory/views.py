@@ -23,7 +23,8 @@ class KVViews:
 
     Every view has the address of the storage and shows what is written later. What the storage cannot show without a
     copy is refused with `LayoutError`, which says what can. In layer-major storage `[2, N, P, H, D]` each layer is in
-    one piece and has all of them but those for which heads would have to come before tokens. In block-major storage
+    one piece and has all of them but those for which heads would have to come before tokens. These are in heads-first
+    storage `[2, N, H, P, D]`, which lacks those that cut or join pages. In block-major storage
     other layers lie between a layer's pages, so it has those in which pages keep an axis of their own. Where two 4-bit
     elements lie in a byte, D is half as long. Pairs are K and V; V is None where a layer keeps keys only.
     """
@@ -87,15 +88,18 @@ class KVViews:
         raise ArgumentError(f"head_order is {head_order!r}, must be 'NHD' or 'HND'")
 
     def heads_first(self) -> tuple[Tensor, Tensor | None]:
-        """Return K and V with heads before tokens, `[N, H, P, D]` each, strided: FlashInfer's HND, trtllm-gen."""
+        """Return K and V with heads before tokens, `[N, H, P, D]` each: FlashInfer's HND, trtllm-gen.
+
+        They are strided, but in heads-first storage, where each is in one piece.
+        """
         return self._keys.transpose(1, 2), None if self._values is None else self._values.transpose(1, 2)
 
     def tensorrt(self) -> tuple[Tensor, PoolOffsets]:
         """Return the places that TensorRT-LLM's offsets count, `[places, H, P, D]`, and how they count them.
 
-        The rule is for `BatchTables.tensorrt`: `PoolOffsets.split(N)` in layer-major storage, in block-major storage
-        `PoolOffsets.interleaved(n)` of n layers alike. Raises `LayoutError` where heads would have to come before
-        tokens in memory.
+        The rule is for `BatchTables.tensorrt`: `PoolOffsets.split(N)` where a layer is in one piece, in block-major
+        storage `PoolOffsets.interleaved(n)` of n layers alike. Raises `LayoutError` where heads would have to come
+        before tokens in memory.
         """
         pool = (self._keys[None] if self._values is None else self.pool()).transpose(2, 3)
         self._require_heads_first(pool[0, 0])
@@ -112,8 +116,9 @@ class KVViews:
         if not page.is_contiguous():
             raise LayoutError(
                 f"{self._name} keeps the heads of a token together, and TensorRT-LLM reads pages {list(page.shape)} "
-                "with the tokens of a head together: layers of one head, and pages of one token, are both; "
-                "heads_first() and paged('HND') are strided views for kernels that take strides"
+                "with the tokens of a head together: storage_order='heads_first' has them so, and layers of one head, "
+                "and pages of one token, are both; heads_first() and paged('HND') are strided views for kernels that "
+                "take strides"
             )
 
     def refined(self, page_size: int) -> KVViews:
@@ -233,7 +238,10 @@ class KVViews:
             self._refuse(what, tensor)
 
     def _refuse(self, what: str, tensor: Tensor) -> NoReturn:
+        _, token_stride, head_stride, _ = self._keys.stride()
+        is_heads_first = self._keys.shape[2] > 1 and head_stride > token_stride
+        why = "has the tokens of a head together" if is_heads_first else "has other layers' bytes between its pages"
         raise LayoutError(
-            f"{self._name} has other layers' bytes between its pages, strides {tensor.stride()} for "
+            f"{self._name} {why}, strides {tensor.stride()} for "
             f"{list(tensor.shape)}, so {what} cannot be shown without a copy; {_ELSEWHERE}"
         ) from None

@@ -142,6 +142,7 @@ class Engine:
         self.manager = KVCacheManager(config, memory=self.memory)
         self._clock = clock
         self._loading = Loading(self.manager, clock) if config.stores and config.reuse else None
+        self.manager.asks_stores = self._loading is None  # which asks for all, and knows when to stop waiting
         self._prefill_rate = PrefillRate()
         self.scheduler = Scheduler(
             self.manager,
@@ -216,7 +217,7 @@ class Engine:
         self._loading.begin(self.scheduler.waiting)
         chunks = self.scheduler.plan()
         if not chunks and self.scheduler.has_work:
-            self._loading.wait()  # and no more: admissions may wait for a store, too, and have a step of their own
+            self._loading.wait()  # and no more: then it is the next step's turn
         return chunks
 
     def stream(

@@ -12,7 +12,7 @@ from kvist.serve.scheduler import Chunk, Request
 
 __all__ = ["Loading", "PrefillRate", "num_prefill_tokens"]
 
-AHEAD_BYTES = 128 << 20
+AHEAD_BYTES = 512 << 20
 """Waiting requests are loaded for until so much was asked for: what is more would be forgotten before its turn."""
 
 MIN_TOKENS = 64

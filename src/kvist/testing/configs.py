@@ -114,6 +114,7 @@ def _host_tier(draw: st.DrawFn, policies: tuple[str | Callable[[Any], Any], ...]
         policy=draw(st.sampled_from(policies)),
         min_priority=draw(st.sampled_from((0, 0, 35, 80))),
         min_hits=draw(st.sampled_from((0, 0, 0, 1))),
+        write=draw(st.sampled_from(("back", "through"))),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from os import fspath
 
@@ -18,15 +18,21 @@ from kvist.tiers.guard import GuardedStore
 from kvist.tiers.opening import open_store
 from kvist.tiers.protocol import Store, StoreFormat, StoreStats
 
-__all__ = ["HERE", "NOWHERE", "Coming", "StoreStack", "open_stack"]
+__all__ = ["HERE", "NOWHERE", "Coming", "Look", "StoreStack", "open_stack"]
 
 Row = NDArray[np.uint8]
 """The bytes of one block, `[block_bytes]`."""
 
+Look = Callable[[Sequence[bytes]], NDArray[np.int8]]
+"""Says of each key where its contents are."""
+
+Choose = Callable[[Look], Sequence[Sequence[bytes]]]
+"""Says by group which keys to fetch, and looks for that where they are."""
+
 HERE, NOWHERE = -1, -2
 """Where contents are that were fetched ahead, and those that no store has."""
 
-MAX_COMING_BYTES = 256 << 20
+MAX_COMING_BYTES = 1 << 30
 """What is fetched ahead and not asked for yet takes no more than that; the oldest goes."""
 
 
@@ -71,40 +77,48 @@ class Coming:
 
 
 class _Ahead:
-    """What was fetched ahead: contents by key, None for those that no store has; bounded, and taken once."""
+    """What was fetched ahead: contents by key, or where they were when a store was asked; bounded, and taken once."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._rows: OrderedDict[bytes, Row | None] = OrderedDict()
+        self._rows: OrderedDict[bytes, Row | int] = OrderedDict()
         self._num_bytes, self._max_bytes = 0, max_bytes
         self._lock = threading.Lock()
 
-    def note(self, key: bytes, row: Row | None) -> None:
-        """Keep what was fetched, or that there is nothing."""
+    def note(self, key: bytes, row: Row | int) -> None:
+        """Keep what was fetched, or where it is."""
         with self._lock:
             self._drop(key)
             self._rows[key] = row
-            self._num_bytes += 0 if row is None else row.nbytes
+            self._num_bytes += 0 if isinstance(row, int) else row.nbytes
             while self._num_bytes > self._max_bytes or len(self._rows) > 1 << 20:
                 self._drop(next(iter(self._rows)))
 
-    def knows(self, keys: Iterable[bytes]) -> list[bool | None]:
-        """Say of each key whether its contents are here, or None where nothing is known.
+    def knows(self, keys: Iterable[bytes]) -> list[int | None]:
+        """Say of each key where its contents are, `HERE` or as `StoreStack.look` says, or None where nothing is known.
 
-        That no store had something is told once: it may be there the next time.
+        Where else they are, or that they are nowhere, is told once: they may be elsewhere the next time.
         """
         with self._lock:
-            known = {key: self._rows[key] is not None for key in keys if key in self._rows}
-            for key, is_here in known.items():
-                if not is_here:
+            known: dict[bytes, int] = {}
+            for key in keys:
+                if (row := self._rows.get(key)) is not None:
+                    known[key] = row if isinstance(row, int) else HERE
+            for key, place in known.items():
+                if place != HERE:
                     del self._rows[key]
             return [known.get(key) for key in keys]
+
+    def has(self, keys: Iterable[bytes]) -> list[bool]:
+        """Say of each key whether its contents are here."""
+        with self._lock:
+            return [not isinstance(self._rows.get(key, NOWHERE), int) for key in keys]
 
     def take(self, key: bytes) -> Row | None:
         """Return contents that are here, which then are not any more."""
         with self._lock:
             row = self._rows.get(key)
             self._drop(key)
-            return row
+            return None if isinstance(row, int) else row
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Forget what is known of keys."""
@@ -119,8 +133,50 @@ class _Ahead:
                 self._drop(key)
 
     def _drop(self, key: bytes) -> None:
-        row = self._rows.pop(key, None)
-        self._num_bytes -= 0 if row is None else row.nbytes
+        row = self._rows.pop(key, NOWHERE)
+        self._num_bytes -= 0 if isinstance(row, int) else row.nbytes
+
+
+@dataclass(slots=True)
+class _Lot:
+    """Keys of one call that fetches ahead, and which of them have come when its `future` is done."""
+
+    keys: set[bytes]
+    come: set[bytes]
+    future: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.future is None or self.future.done()
+
+
+class _Places:
+    """Where keys were found when they were looked for; what has `come` already is `HERE`, though it may be taken."""
+
+    def __init__(self, look: Look, come: set[bytes]) -> None:
+        self._look, self._come = look, come
+        self.of: dict[bytes, Row | int] = {}
+
+    def look(self, keys: Sequence[bytes]) -> NDArray[np.int8]:
+        """Look for keys, and note where each is."""
+        found = np.full(len(keys), HERE, np.int8)
+        asked = np.array([key not in self._come for key in keys], bool)
+        found[asked] = self._look([key for key, is_asked in zip(keys, asked, strict=True) if is_asked])
+        self.of.update(zip(keys, found.tolist(), strict=True))
+        return found
+
+
+def _all_there(keys_by_group: Sequence[Sequence[bytes]]) -> Choose:
+    """Choose all that some store likely has."""
+
+    def choose(look: Look) -> list[list[bytes]]:
+        places = [look(keys).tolist() for keys in keys_by_group]
+        return [
+            [key for key, place in zip(keys, each, strict=True) if place not in (HERE, NOWHERE)]
+            for keys, each in zip(keys_by_group, places, strict=True)
+        ]
+
+    return choose
 
 
 class StoreStack:
@@ -139,6 +195,7 @@ class StoreStack:
         self._block_bytes = tuple(block_bytes)
         self._ahead = _Ahead(MAX_COMING_BYTES)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="kvist prefetch")
+        self._under_way: list[_Lot] = []
         self._is_closed = False
         self._epoch = 0  # odd while something is dropped: what is fetched then, or before, may be of that
         self._turning = threading.Lock()
@@ -161,7 +218,7 @@ class StoreStack:
         That is `HERE` for what was fetched ahead, the index of a store in `names`, or `NOWHERE`.
         """
         known = self._ahead.knows(keys)
-        found = np.array([HERE if each else NOWHERE for each in known], np.int8)
+        found = np.array([NOWHERE if each is None else each for each in known], np.int8)
         left = np.flatnonzero([each is None for each in known])
         for index, level in enumerate(self._levels):
             if not len(left):
@@ -170,6 +227,10 @@ class StoreStack:
             found[left[there]] = index
             left = left[~there]
         return found
+
+    def look_here(self, keys: Sequence[bytes]) -> NDArray[np.int8]:
+        """Say of each key whether it was fetched ahead, `HERE` or `NOWHERE`, int8 `[n]`; no store is asked."""
+        return np.array([HERE if each else NOWHERE for each in self._ahead.has(keys)], np.int8)
 
     def where(self, keys: Sequence[bytes]) -> list[str]:
         """Return the name of the fastest store that likely has each key, empty where none has."""
@@ -185,13 +246,18 @@ class StoreStack:
         """Return the contents of keys of one group, `[n, block_bytes]`, and of which they were had, bool `[n]`."""
         return self._get(keys, group, self._epoch)
 
-    def _get(self, keys: Sequence[bytes], group: int, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    def take_here(self, keys: Sequence[bytes], group: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return, as `get` does, what was fetched ahead; no store is asked."""
         rows = np.empty((len(keys), self._block_bytes[group]), np.uint8)
         found = np.zeros(len(keys), bool)
         for at, key in enumerate(keys):
             row = self._ahead.take(key)
             if row is not None and row.nbytes == rows.shape[1]:
                 rows[at], found[at] = row, True
+        return rows, found
+
+    def _get(self, keys: Sequence[bytes], group: int, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        rows, found = self.take_here(keys, group)
         for index, level in enumerate(self._levels):
             left = np.flatnonzero(~found)
             if not len(left):
@@ -214,26 +280,39 @@ class StoreStack:
         """Return how long it takes to get so much from a store, by what was measured; what is `HERE` takes no time."""
         return 0.0 if index == HERE else self._levels[index].store.seconds_to_get(num_bytes, num_entries)
 
-    def fetch_ahead(self, keys_by_group: Sequence[Sequence[bytes]]) -> Coming:
-        """Start to get contents, of each group, that are asked for later."""
+    def fetch_ahead(self, keys_by_group: Sequence[Sequence[bytes]], choose: Choose | None = None) -> Coming:
+        """Start to get contents, of each group, that are asked for later.
+
+        `choose` says, in another thread, which of the keys to get; without it, all that some store has. What an earlier
+        call is getting is waited for, and not got twice.
+        """
         if self._is_closed:
             return Coming()
-        return Coming(self._fetching.submit(self._fetch, [list(keys) for keys in keys_by_group]))
+        all_keys = [list(keys) for keys in keys_by_group]
+        lot = _Lot({key for keys in all_keys for key in keys}, set())
+        self._under_way = [each for each in self._under_way if not each.is_done]
+        earlier = [each for each in self._under_way if not each.keys.isdisjoint(lot.keys)]
+        lot.future = self._fetching.submit(self._fetch, lot, all_keys, choose or _all_there(all_keys), earlier)
+        self._under_way.append(lot)
+        return Coming(lot.future)
 
-    def _fetch(self, keys_by_group: list[list[bytes]]) -> None:
-        """Fetch leading contents of each group, as much as there is room for."""
-        epoch, room = self._epoch, MAX_COMING_BYTES
-        for group, keys in enumerate(keys_by_group):
-            places = self.look(keys).tolist()
-            wanted = [key for key, place in zip(keys, places, strict=True) if place not in (HERE, NOWHERE)]
-            wanted = wanted[: room // self._block_bytes[group]]
+    def _fetch(self, lot: _Lot, keys_by_group: list[list[bytes]], choose: Choose, earlier: list[_Lot]) -> None:
+        """Fetch the chosen contents of each group, leading ones, as much as there is room for."""
+        wait([each.future for each in earlier if each.future is not None])  # begun before: they end without this thread
+        lot.come.update(*(each.come for each in earlier))
+        epoch, room, places = self._epoch, MAX_COMING_BYTES, _Places(self.look, lot.come)
+        for group, chosen in enumerate(choose(places.look)):
+            wanted = list(chosen)[: room // self._block_bytes[group]]
             rows, found = self._get(wanted, group, epoch)
             room -= rows.nbytes
-            fetched = {key: row.copy() for key, row, came in zip(wanted, rows, found, strict=True) if came}
-            absent = [key for key, place in zip(keys, places, strict=True) if place == NOWHERE]
-            with self._turning:
-                for key in [*absent, *wanted] if self._is_now(epoch) else ():
-                    self._ahead.note(key, fetched.get(key))
+            for key, row, came in zip(wanted, rows, found, strict=True):
+                places.of[key] = row.copy() if came else NOWHERE
+        with self._turning:
+            for key in [key for keys in keys_by_group for key in keys] if self._is_now(epoch) else ():
+                place = places.of.get(key, HERE)
+                if not isinstance(place, int) or place != HERE:
+                    self._ahead.note(key, place)
+        lot.come.update(key for key, place in places.of.items() if not isinstance(place, int))
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 

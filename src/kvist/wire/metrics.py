@@ -173,6 +173,7 @@ METRICS: Mapping[str, MetricInfo] = {
                 "promoted_blocks": "Positions of blocks that went from a tier to a faster one.",
                 "tier_evicted_blocks": "Positions of blocks that a tier forgot.",
                 "tier_refused_blocks": "Positions of blocks that a tier did not take.",
+                "copied_blocks": "Positions of blocks that were copied to a tier while a faster one kept them.",
             },
         ),
         *_infos(True, ("store",), {f"store_{name}": told for name, told in _STORE_COUNTS.items()}),
@@ -321,6 +322,7 @@ def _of_tiers(stats: Stats) -> Iterator[_Sample]:
         yield "promoted_blocks", (tier.name,), tier.num_promoted_blocks
         yield "tier_evicted_blocks", (tier.name,), tier.num_evicted_blocks
         yield "tier_refused_blocks", (tier.name,), tier.num_refused_blocks
+        yield "copied_blocks", (tier.name,), tier.num_copied_blocks
 
 
 def _of_stores(stores: Mapping[str, Any]) -> Iterator[_Sample]:

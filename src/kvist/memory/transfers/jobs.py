@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvist.errors import ArgumentError, LayoutError
-from kvist.memory.layout import BlockLayout
+from kvist.memory.layout import BlockLayout, Plane
 
 __all__ = ["Ids", "Job", "Pair", "Pairs", "Side", "columns_of", "paired", "token_pairs"]
 
@@ -133,9 +133,20 @@ def paired(
 
 
 def token_pairs(sources: Sequence[Tensor], destinations: Sequence[Tensor], layout: BlockLayout) -> Pairs:
-    """Pair the planes of one group in two places by token, `[num_blocks, block_size, token_bytes]` each."""
-    shape = layout.block_size, -1
-    return Pairs((s.unflatten(1, shape), d.unflatten(1, shape)) for s, d in zip(sources, destinations, strict=True))
+    """Pair the planes of one group in two places by token, `[num_blocks, block_size, token_bytes]` each.
+
+    Those whose heads come first are `[num_blocks, block_size, num_kv_heads, dim_bytes]`.
+    """
+    sides = zip(sources, destinations, layout.planes, strict=True)
+    return Pairs((_by_token(source, plane), _by_token(destination, plane)) for source, destination, plane in sides)
+
+
+def _by_token(rows: Tensor, plane: Plane) -> Tensor:
+    num_tokens, num_heads = plane.shape[:2]
+    by_token: Tensor = rows.unflatten(1, (num_tokens, -1))
+    if plane.heads_first:
+        by_token = rows.unflatten(1, (num_heads, num_tokens, -1)).transpose(1, 2)
+    return by_token
 
 
 def _joined(first: Pair, second: Pair) -> Pair | None:
