@@ -64,7 +64,7 @@ LAYERS = {
     "edge.geometry": Layer(set(), set(), IMPURE),
     "": Layer({"manager", "core", "memory.tables", *VALUES}, {"numpy"}),
     "testing": Layer(
-        {"", "testing", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
+        {"", "testing", "journal", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
         {"numpy", "torch", "hypothesis"},
     ),
     "serve": Layer(
