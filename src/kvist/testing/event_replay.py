@@ -18,8 +18,8 @@ class WrongEvents(AssertionError):
 class EventReplay:
     """What one has who follows the events of a manager from now on; `check` proves it right, as often as you like.
 
-    Nothing is missing between two events; what is stored comes after a block that is known; tokens and digests are of
-    the same blocks; only what is there is removed or moved; and what all events come to is what is cached, by tier and
+    Nothing is missing between two events; what is stored comes after a block that is known, unless it is of a window or
+    state, whose past may be gone; tokens and digests are of the same blocks; only what is there is removed or moved; and what all events come to is what is cached, by tier and
     group. Needs a manager with an `event_buffer` that holds what happens between two checks.
 
     >>> from kvist import AttentionSpec, CacheConfig, KVCacheManager
@@ -64,9 +64,9 @@ class EventReplay:
 
     def _check_known(self, event: OfBlocks) -> None:
         places = self.contents.blocks.get(event.namespace, {})
-        known = set().union(*places.values())
-        parent = event.parent
-        if isinstance(event, Stored) and parent is not None and parent not in known:
+        known = set().union(*(digests for (_, group), digests in places.items() if group == event.group))
+        parent, is_whole = event.parent, self._manager.config.groups[event.group].kind == "full"
+        if isinstance(event, Stored) and is_whole and parent is not None and parent not in known:
             raise WrongEvents(f"event {event.id} stores blocks after {parent.hex()[:12]}, which nobody was told of")
         tier = event.source_tier if isinstance(event, Moved) else event.tier
         named = event.digests

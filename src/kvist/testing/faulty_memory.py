@@ -43,12 +43,17 @@ class FaultyMemory(TokenMemory):
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self.num_failures = 0
+        self._is_behind = False
         self._after: int | None = None
         self._times = self._num_reads = self._num_writes = 0
 
     def fail_next(self, *, after: int = 0, times: int = 1) -> None:
         """Let the next `perform` fail after so many copies, and so many in all."""
         self._after, self._times = after, times
+
+    def work_again(self) -> None:
+        """Let nothing fail any more that has not yet."""
+        self._after, self._times, self._num_reads, self._num_writes = None, 0, 0, 0
 
     def fail_reads(self, times: int = 1) -> None:
         """Let stores not read blocks, so many times."""
@@ -62,8 +67,6 @@ class FaultyMemory(TokenMemory):
     def has_failed(self) -> bool:
         """Whether copies have failed that the next `perform` makes again."""
         return self._is_behind
-
-    _is_behind = False
 
     def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
         """Make copies, or fail on the way."""
