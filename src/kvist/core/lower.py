@@ -290,6 +290,13 @@ class LowerTier:
         if extent.lower is not None:
             self._forget_below(extent)
 
+    def drop_below(self, extent: Extent) -> None:
+        """Let go of all that hangs below an extent of a namespace that was told to be cleared, and tell no more of it."""
+        for child in (extent.lower or {}).values():
+            for each in child.subtree():
+                each.run = None
+        self._forget_below(extent)
+
     def _evict_below(self, extent: Extent) -> None:
         """Let go of all that hangs below an extent of the device, and offer it to stores."""
         for child in (extent.lower or {}).values():

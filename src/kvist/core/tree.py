@@ -559,7 +559,7 @@ class PrefixTree:
             if extent.ticket:
                 self.queue.withdraw(extent)
             if self.lower is not None:
-                self.lower.forget_below(extent)
+                self.lower.drop_below(extent)
             extent.children = extent.order = extent.key = extent.lost = extent.run = None
             extent.num_short_children = 0
             if extent.parent is None:
