@@ -19,7 +19,11 @@ class Arena:
     """
 
     def __init__(self, layers=(KV,), *, num_blocks=6, num_host_blocks=4, block_size=2, **settings):
-        settings = {"max_sequences": 6, "max_sequence_length": 40, "tiers": [HostTier(num_blocks=num_host_blocks)]} | settings
+        settings = {
+            "max_sequences": 6,
+            "max_sequence_length": 40,
+            "tiers": [HostTier(num_blocks=num_host_blocks)],
+        } | settings
         self.config = CacheConfig(list(layers), block_size, num_blocks, **settings)
         self.device, self.memory = FakeDevice(), TorchMemory(self.config)
         old = self.memory._transfers

@@ -1,6 +1,7 @@
 """A manager over any kind of groups and tiers, with all proofs made after each call that goes through here."""
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from random import Random
 
 from tests.core.layers import CROSS, FULL, chunked, sliding, state
@@ -42,13 +43,29 @@ class Rig:
         num_blocks = 2 * num_blocks if "shared_pool" in needs else num_blocks
         settings = {"max_sequences": 8, "max_sequence_length": 96, "event_buffer": 1 << 14} | needs | settings
         self.config = CacheConfig(
-            layers, BLOCK_SIZE, num_blocks, partial_reuse=partial, tiers=self._tiers(tiers), model="a model@1", **settings
+            layers,
+            BLOCK_SIZE,
+            num_blocks,
+            partial_reuse=partial,
+            tiers=self._tiers(tiers),
+            model="a model@1",
+            **settings,
         )
         self.memory = FaultyMemory(self.config)
         self.manager = self.memory.attach(KVCacheManager(self.config, self.memory, clock=self.clock))
         self.replay = EventReplay(self.manager)
         self.has_states = any(group.kind == "state" for group in self.config.groups)
         self._counters = {}
+
+    @classmethod
+    def over_tiers(cls, tiers, config):
+        """The same over tiers of a test's own, with whole blocks only."""
+        rig = cls("full", "no tiers", False)
+        rig.config = replace(config, tiers=tiers, partial_reuse=False)
+        rig.memory = FaultyMemory(rig.config)
+        rig.manager = rig.memory.attach(KVCacheManager(rig.config, rig.memory, clock=rig.clock))
+        rig.replay = EventReplay(rig.manager)
+        return rig
 
     @staticmethod
     def _tiers(tiers):
@@ -109,6 +126,11 @@ class Rig:
             assert self.manager.flush(PATIENT)
         self.manager.evict(self.manager.num_blocks)
         self.check()
+
+    def reset(self):
+        """Forget everything, and the statistics."""
+        self.manager.reset()
+        self._counters = {}
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,9 @@ def test_B023_B022_an_admission_without_room_holds_nothing_of_what_it_found(rig)
     rig.require_all_back()
 
 
-STARVED = [(name, at) for name, (layers, needs) in GROUPS.items() for at in range(len(layers)) if "shared_pool" not in needs]
+STARVED = [
+    (name, at) for name, (layers, needs) in GROUPS.items() for at in range(len(layers)) if "shared_pool" not in needs
+]
 
 
 @pytest.mark.parametrize(("groups", "starved"), STARVED)

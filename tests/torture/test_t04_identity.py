@@ -1,4 +1,4 @@
-"""T04: two prompts are the same only if all of what they depend on is: namespace, media, extra ids, each by its place."""
+"""T04: two prompts are the same only if all that they depend on is: namespace, media, extra ids, each by its place."""
 
 from itertools import combinations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.torture.over import EVERYWHERE, over
-from tests.torture.rig import GROUPS, Rig, again, opened
+from tests.torture.rig import GROUPS, again, opened
 
 TRAPS = {
     "8 bits": (65, 321),

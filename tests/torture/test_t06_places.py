@@ -1,4 +1,4 @@
-"""T06: identity holds in every tier and after a restart; of another model, dtype, shape or block size nothing is found."""
+"""T06: identity holds in every tier and after a restart; of another model, dtype or block size nothing is found."""
 
 from dataclasses import replace
 

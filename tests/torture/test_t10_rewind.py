@@ -1,4 +1,4 @@
-"""T10: drafts that are rejected leave no trace: in tables, in what is found, in states, in the draft model's own cache."""
+"""T10: drafts that are rejected leave no trace: in tables, in what is found, in states, in the draft model's cache."""
 
 from random import Random
 
@@ -50,7 +50,10 @@ def test_B085_a_block_is_found_when_its_last_token_is_accepted_and_not_before(ri
 def test_B089_B090_a_target_and_a_draft_model_have_as_many_tokens_after_each_step(groups):
     """50 steps of 4 drafts of which 0 to 4 are accepted; one prompt for both, which neither changes."""
     chance, prompt = Random(3), list(range(9))
-    target, draft = Rig(groups, num_blocks=40, max_sequence_length=160), Rig(groups, num_blocks=40, max_sequence_length=160)
+    target, draft = (
+        Rig(groups, num_blocks=40, max_sequence_length=160),
+        Rig(groups, num_blocks=40, max_sequence_length=160),
+    )
     both = [(rig, rig.serve(prompt)) for rig in (target, draft)]
     for step in range(25):
         accepted, drafts = chance.randrange(5), [1000 + 10 * step + number for number in range(5)]

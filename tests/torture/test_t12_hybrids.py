@@ -59,9 +59,7 @@ def test_B099_B101_B147_the_longest_boundary_that_all_groups_have_is_found(seed)
         boundaries = [
             4 * column
             for column in range(shared // 4 + 1)
-            if all(
-                can_go_on(spec, 4 * column, present[at]) for at, spec in enumerate(manager.config.groups) if column
-            )
+            if all(can_go_on(spec, 4 * column, present[at]) for at, spec in enumerate(manager.config.groups) if column)
         ]
         assert hit(manager, [*range(shared), 999, 998]) == max(boundaries)
 

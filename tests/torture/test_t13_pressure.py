@@ -1,4 +1,4 @@
-"""T13: what never fits is told so at once, what does not fit now waits without stopping others, and all requests end."""
+"""T13: what never fits is told so at once, what does not fit now waits without stopping others, and all end."""
 
 from random import Random
 
@@ -17,7 +17,13 @@ def scheduler(groups, num_blocks, max_running=4, max_step_tokens=8, **settings):
     layers, needs = GROUPS[groups]
     sizes = 2 * num_blocks if "shared_pool" in needs else num_blocks
     config = CacheConfig(
-        layers, 4, sizes, max_sequences=max_running, max_sequence_length=96, max_chunk_tokens=max_step_tokens, **settings
+        layers,
+        4,
+        sizes,
+        max_sequences=max_running,
+        max_sequence_length=96,
+        max_chunk_tokens=max_step_tokens,
+        **settings,
     )
     return Scheduler(KVCacheManager(config), max_running=max_running, max_step_tokens=max_step_tokens)
 
@@ -33,7 +39,7 @@ def run(each, requests, *, most_idle=1, most_steps=3000):
         assert idle <= most_idle, "nothing gets on"
         each.complete(chunks, [1 + len(chunk.request.tokens) % 50 for chunk in chunks if chunk.is_last])
         each._manager.check()
-    raise AssertionError(f"{most_steps} steps were not enough for {[request for request in requests]}")
+    raise AssertionError(f"{most_steps} steps were not enough for {requests}")
 
 
 @over(EVERYWHERE, num_blocks=6)
@@ -65,7 +71,9 @@ def test_B114_B121_two_that_do_not_fit_together_both_end_and_neither_gives_way_f
 def test_B117_B118_above_capacity_each_step_computes_something_and_preemption_is_counted(groups):
     """40 requests of half as much again as fits: no step is idle, the oldest is never preempted, all end."""
     chance, each = Random(7), scheduler(groups, 14)
-    requests = [Request([chance.randrange(3) for _ in range(chance.randint(1, 20))], chance.randint(1, 12)) for _ in range(40)]
+    requests = [
+        Request([chance.randrange(3) for _ in range(chance.randint(1, 20))], chance.randint(1, 12)) for _ in range(40)
+    ]
     for request in requests:
         each.submit(request)
     run(each, requests)

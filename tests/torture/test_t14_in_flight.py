@@ -11,35 +11,62 @@ from kvist import OutOfBlocks
 LAYERS = {"full": (KV,), "with a window": (KV, WINDOW)}
 
 
+class RunAhead:
+    """An engine that queues passes without waiting for any; `live` are its sequences, at most 3."""
+
+    def __init__(self, arena, chance):
+        self.arena, self.chance, self.live = arena, chance, []
+        self.acts = [self.admit] * 5 + [self.grow] * 2 + [self.end] * 3 + [self.evict, self.prefetch]
+
+    def step(self):
+        try:
+            self.chance.choice(self.acts)()
+        except OutOfBlocks:
+            self.arena.manager.free(self.live.pop())
+        complete_some(self.arena, self.chance)
+        self.arena.manager.check()
+
+    def prompt(self):
+        return [self.chance.randrange(2)] * self.chance.randint(1, 9)
+
+    def admit(self):
+        if len(self.live) < 3:
+            self.live.append(self.arena.serve(self.prompt()))
+
+    def grow(self):
+        if self.live:
+            one = self.chance.choice(self.live)
+            self.arena.manager.append([one], [[self.chance.randrange(2)]])
+            self.arena.read(one)
+            self.arena.compute(one)
+
+    def end(self):
+        if self.live:
+            self.arena.manager.free(self.live.pop(self.chance.randrange(len(self.live))))
+
+    def evict(self):
+        self.arena.manager.evict(self.chance.randrange(1, 4))
+
+    def prefetch(self):
+        self.arena.manager.prefetch(self.prompt())
+
+
+def complete_some(arena, chance, most=4):
+    """Let a few copies and passes end, of whatever stream."""
+    for _ in range(chance.randrange(most)):
+        if ready := arena.device.ready:
+            arena.device.complete(chance.choice(ready))
+
+
 @pytest.mark.parametrize("order", ["layer_major", "block_major"])
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_B131_B133_B134_B137_B138_B139_B141_whatever_order_copies_end_in_each_pass_reads_its_own(seed, layers, order):
-    """An engine that runs ahead, on 6 blocks and 4 of host memory: blocks go down, come up, and change hands meanwhile."""
-    arena, chance, live = Arena(LAYERS[layers], storage_order=order), Random(seed), []
-    for _ in range(70):
-        try:
-            draw = chance.random()
-            if draw < 0.45 and len(live) < 3:
-                live.append(arena.serve([chance.randrange(2) for _ in range(chance.randint(1, 9))]))
-            elif draw < 0.6 and live:
-                one = chance.choice(live)
-                arena.manager.append([one], [[chance.randrange(2)]])
-                arena.read(one)
-                arena.compute(one)
-            elif draw < 0.7:
-                arena.manager.evict(chance.randrange(1, 4))
-            elif draw < 0.75:
-                arena.manager.prefetch([chance.randrange(2) for _ in range(9)])
-            elif live:
-                arena.manager.free(live.pop(chance.randrange(len(live))))
-        except OutOfBlocks:
-            arena.manager.free(live.pop())
-        for _ in range(chance.randrange(4)):
-            if ready := arena.device.ready:
-                arena.device.complete(chance.choice(ready))
-        arena.manager.check()
-    for one in live:
+    """On 6 blocks and 4 of host memory: blocks go down, come up, and change hands while copies are under way."""
+    engine = RunAhead(arena := Arena(LAYERS[layers], storage_order=order), chance := Random(seed))
+    for _ in range(80):
+        engine.step()
+    for one in engine.live:
         arena.read(one)
     arena.finish(chance)
     stats = arena.manager.stats()
@@ -54,9 +81,7 @@ def test_B131_two_blocks_that_go_down_to_one_place_leave_the_second_there(seed):
     for number in range(6):
         arena.manager.free(arena.serve([number, number, 9]))
         arena.manager.evict(4)
-        for _ in range(chance.randrange(3)):
-            if ready := arena.device.ready:
-                arena.device.complete(chance.choice(ready))
+        complete_some(arena, chance, most=3)
     assert arena.admit([5, 5, 9]).num_cached_tokens == 2
     arena.finish(chance)
 
@@ -73,9 +98,7 @@ def test_B015_B119_B138_B139_a_full_device_and_a_full_host_change_places_again_a
         stats = arena.manager.stats().tiers[0]
         assert 0 <= stats.num_free_blocks <= stats.num_blocks
         arena.manager.check()
-        for _ in range(chance.randrange(5)):
-            if ready := arena.device.ready:
-                arena.device.complete(chance.choice(ready))
+        complete_some(arena, chance, most=5)
     arena.finish(chance)
 
 

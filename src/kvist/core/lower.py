@@ -291,7 +291,7 @@ class LowerTier:
             self._forget_below(extent)
 
     def drop_below(self, extent: Extent) -> None:
-        """Let go of all that hangs below an extent of a namespace that was told to be cleared, and tell no more of it."""
+        """Let go of all that hangs below an extent of a namespace that is cleared, and tell no more of it."""
         for child in (extent.lower or {}).values():
             for each in child.subtree():
                 each.run = None

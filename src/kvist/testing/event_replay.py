@@ -19,8 +19,9 @@ class EventReplay:
     """What one has who follows the events of a manager from now on; `check` proves it right, as often as you like.
 
     Nothing is missing between two events; what is stored comes after a block that is known, unless it is of a window or
-    state, whose past may be gone; tokens and digests are of the same blocks; only what is there is removed or moved; and what all events come to is what is cached, by tier and
-    group. Needs a manager with an `event_buffer` that holds what happens between two checks.
+    state, whose past may be gone; tokens and digests are of the same blocks; only what is there is removed or moved;
+    and what all events come to is what is cached, by tier and group. Needs a manager with an `event_buffer` that holds
+    what happens between two checks.
 
     >>> from kvist import AttentionSpec, CacheConfig, KVCacheManager
     >>> manager = KVCacheManager(CacheConfig([AttentionSpec(1, 1)], block_size=2, num_blocks=8, event_buffer=100))
