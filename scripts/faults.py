@@ -31,7 +31,7 @@ def reasons() -> dict[str, str]:
     return {row: reason for row, reason in (NOT_TESTED | REASONS).items() if row in TITLES}
 
 
-def tests_by_row() -> dict[str, list[Row]]:
+def shown_by() -> dict[str, list[Row]]:
     """Return the tests that name each row of the log."""
     return _by_row(rows())
 

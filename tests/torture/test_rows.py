@@ -1,20 +1,20 @@
 """Every fault of the log is shown by a test, or has a reason why it cannot be; and the page says so."""
 
-from scripts.faults import PAGE, page, reasons, tests_by_row
+from scripts.faults import PAGE, page, reasons, shown_by
 from tests.core.facts import facts_of
 from tests.torture.rows import CLASS_OF, CLASSES, LOG, TITLES
 
 
 def test_every_row_is_shown_by_a_test_or_has_a_reason():
-    assert sorted(TITLES.keys() - tests_by_row().keys() - reasons().keys()) == []
+    assert sorted(TITLES.keys() - shown_by().keys() - reasons().keys()) == []
 
 
 def test_no_row_has_both():
-    assert sorted(tests_by_row().keys() & reasons().keys()) == []
+    assert sorted(shown_by().keys() & reasons().keys()) == []
 
 
 def test_tests_name_rows_that_there_are():
-    assert sorted(tests_by_row().keys() - TITLES.keys()) == []
+    assert sorted(shown_by().keys() - TITLES.keys()) == []
 
 
 def test_rows_are_those_that_the_page_on_conformance_knows_and_each_is_there_once():
