@@ -64,7 +64,7 @@ LAYERS = {
     "edge.geometry": Layer(set(), set(), IMPURE),
     "": Layer({"manager", "core", "memory.tables", *VALUES}, {"numpy"}),
     "testing": Layer(
-        {"", "testing", "wire", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
+        {"", "testing", "wire", "journal", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
         {"numpy", "torch", "hypothesis"},
     ),
     "serve": Layer(

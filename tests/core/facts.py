@@ -32,13 +32,11 @@ NUMBERS = {
 
 REASONS: dict[str, str] = {
     "Outputs of encoders are kept in another cache; the K and V of cross attention are in this one.": "M31 V75 B067",
-    "How much room a scheduler leaves, and whom it lets wait, is its own policy; the cache says what fits.": (
-        "V20 B117 B121"
-    ),
+    "How much room a scheduler leaves, and whom it lets wait, is its own policy; the cache says what fits.": ("V20"),
     "A block is free when `free` is called: an engine with steps in flight calls it when they have ended.": "V71 B113",
     "Nothing is looked up by a hash, so no hash has a view or need be that of another cache.": "V34 E17",
     "Cost, not behaviour: nothing is hashed to be found, and benchmarks measure what looking up and evicting cost.": (
-        "B221 B222 B225"
+        "B225"
     ),
     "How long a block lived and idled is not recorded; a miss says how long ago its content was evicted.": "B237",
     "How long it takes to pin host memory is cost, not behaviour, and depends on the machine.": "B215",

@@ -308,6 +308,19 @@ def test_a_snapshot_and_what_comes_after_it_tell_the_same():
     assert contents.digest() == contents_of(manager._state).digest()
 
 
+def test_a_namespace_that_is_dropped_is_told_to_be_cleared_and_nothing_after_that():
+    """What it had in host memory, and what somebody still holds, is not removed a second time."""
+    manager = told(tiers=[HostTier(num_blocks=8)])
+    serve(manager, range(13), namespace=("a",))
+    manager.evict(8)
+    running = manager.add_sequence(range(6), namespace=("a",))
+    manager.events.poll()
+    manager.drop(namespace=("a",))
+    manager.free(running)
+    assert kinds(manager.events.poll()) == ["Cleared"]
+    assert manager.num_free_blocks == 8
+
+
 def test_a_gap_is_noticed():
     manager = told(num_blocks=16)
     contents = Contents()

@@ -9,6 +9,7 @@ import pytest
 from tests.tiers.hanging import PATIENT, SHORT, HangingStore
 
 from kvist.errors import ArgumentError
+from kvist.testing import FaultyStore
 from kvist.testing.stores import StoreSuite, contents_of, key_of
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.guard import GuardedStore, Limits
@@ -152,6 +153,32 @@ def test_what_the_store_raises_is_a_miss_and_counted():
     assert isinstance(store.last_error, ConnectionError)
     inner.conditions = Conditions()
     assert found(store, KEYS[:2]) == [True, True]
+
+
+@pytest.mark.parametrize("lie", ["answers too few", "answers too many", "answers nonsense"])
+def test_answers_that_are_not_one_for_each_key_are_a_miss_and_an_error(lie):
+    store = FaultyStore(FORMAT)
+    guard = guarded(store, breaker=NEVER)
+    guard.put(entries(KEYS[:2]))
+    assert guard.flush(PATIENT)
+    store.lie(lie)
+    assert guard.contains(KEYS[:3]) == [False] * 3
+    assert found(guard, KEYS[:3]) == [False] * 3
+    assert guard.stats().num_errors == 2
+    store.be_honest()
+    assert found(guard, KEYS[:3]) == [True, True, False]
+    guard.close()
+
+
+def test_numbers_that_are_none_leave_those_that_were_told_before():
+    store = FaultyStore(FORMAT)
+    guard = guarded(store)
+    guard.put(entries(KEYS[:2]))
+    assert guard.flush(PATIENT)
+    assert guard.stats().num_entries == 2
+    store.stats = lambda: None
+    assert guard.stats().num_entries == 2
+    guard.close()
 
 
 def test_wrong_arguments_are_the_callers_fault():

@@ -326,6 +326,14 @@ class LowerTier:
         else:
             self._offer(self._remove(extent))
 
+    def drop_below(self, extent: Extent) -> None:
+        """Let go of all that hangs below an extent of a namespace that is cleared, and tell no more of either."""
+        extent.run = None
+        for child in (extent.lower or {}).values():
+            for each in child.subtree():
+                each.run = None
+        self.forget_below(extent)
+
     def _evict_below(self, extent: Extent) -> None:
         """Let go of all that hangs below an extent of the device, and offer it to stores."""
         for child in (extent.lower or {}).values():

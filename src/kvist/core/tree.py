@@ -550,8 +550,10 @@ class PrefixTree:
         """
         parent, below = extent.parent, list(extent.subtree())
         assert parent is not None
-        if self.recorder is not None:
-            for each in reversed(below):
+        for each in reversed(below):
+            if self.lower is not None:
+                self.lower.forget_below(each)
+            if self.recorder is not None:
                 self.recorder.removed(each, 0, DEVICE, NOT_FILLED)
         self._take_out(parent, extent)
         self._unlist(below)
@@ -579,7 +581,7 @@ class PrefixTree:
             if extent.ticket:
                 self.queue.withdraw(extent)
             if self.lower is not None:
-                self.lower.forget_below(extent)
+                self.lower.drop_below(extent)
             extent.children = extent.order = extent.key = extent.lost = extent.run = None
             extent.num_short_children = 0
             if extent.parent is None:

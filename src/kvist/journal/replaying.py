@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from os import PathLike
 from typing import Any, NamedTuple
 
+from kvist.config import CacheConfig
 from kvist.core import restoring
 from kvist.core.extents import Match, Namespace
 from kvist.core.forecast import Forecast
@@ -22,7 +23,7 @@ from kvist.journal.values import Names, Values
 from kvist.manager import KVCacheManager
 from kvist.storing import StoreLink
 
-__all__ = ["Call", "Replay", "ReplayError", "replay"]
+__all__ = ["Call", "Repeater", "Replay", "ReplayError", "replay"]
 
 MAX_SHOWN = 160
 
@@ -49,45 +50,27 @@ class Call(NamedTuple):
         return f"call {self.number}: {self.name.strip('_')}({told}){end}"
 
 
-class Replay:
-    """The calls of a journal, made one by one; `manager` is what they have come to.
+class Repeater:
+    """Makes calls that another manager has made, of a fresh one, and holds it to what they did.
 
-    `policies` are the eviction policies that are callables, by name. Raises WireError for what is no journal.
+    `manager` is what they have come to. Without a device or stores: what the other had from them is in the calls.
     """
 
-    def __init__(self, path: str | PathLike[str], *, policies: Policies | None = None) -> None:
-        self._lines = _lines(path)
-        self.head = _head(next(self._lines, b""))
+    def __init__(self, config: CacheConfig, *, has_memory: bool) -> None:
         self.num_calls = 0
         self.last: Call | None = None
         self._feed = _Feed()
         self._values = Values(Names())
-        config = read_config(self.head["config"], policies)
-        self.manager: KVCacheManager = _Again(config, self._feed, has_memory=self.head["has_memory"])
+        self.manager: KVCacheManager = _Again(config, self._feed, has_memory=has_memory)
 
-    def step(self) -> Call | None:
-        """Make the next call; returns it, or None after the last.
-
-        A call that never returned is made, and may do anything. Raises ReplayError if it does not what the journal
-        says.
-        """
-        line = next(self._lines, None)
-        call = None if line is None else _call(self.num_calls + 1, line)
-        if call is None:
-            return None
+    def make(self, call: Call) -> None:
+        """Make a call; raises ReplayError if it does not what its outcome says. Without one, it may do anything."""
         self.last, self.num_calls = call, call.number
         raised, result = self._make(call)
         if call.outcome is not None:
             self._compare(call, raised, result)
         for made in made_by(result):
             self._values.names.add(made)
-        return call
-
-    def run(self, stop_at: int | None = None) -> KVCacheManager:
-        """Make calls to the end, or up to and including call `stop_at`; returns the manager."""
-        while (stop_at is None or self.num_calls < stop_at) and self.step() is not None:
-            pass
-        return self.manager
 
     def _make(self, call: Call) -> tuple[BaseException | None, Any]:
         arguments = [self._argument(each) for each in call.arguments]
@@ -121,6 +104,36 @@ class Replay:
             raise ReplayError(f"{call}: the digest is {result}, the journal says {digest}")
         if left := self._feed.left():
             raise ReplayError(f"{call}: it asked less of clock, memory or stores than the journal says: {left} is left")
+
+
+class Replay(Repeater):
+    """The calls of a journal, made one by one; `manager` is what they have come to.
+
+    `policies` are the eviction policies that are callables, by name. Raises WireError for what is no journal.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, policies: Policies | None = None) -> None:
+        self._lines = _lines(path)
+        self.head = _head(next(self._lines, b""))
+        super().__init__(read_config(self.head["config"], policies), has_memory=self.head["has_memory"])
+
+    def step(self) -> Call | None:
+        """Make the next call; returns it, or None after the last.
+
+        A call that never returned is made, and may do anything. Raises ReplayError if it does not what the journal
+        says.
+        """
+        line = next(self._lines, None)
+        call = None if line is None else _call(self.num_calls + 1, line)
+        if call is not None:
+            self.make(call)
+        return call
+
+    def run(self, stop_at: int | None = None) -> KVCacheManager:
+        """Make calls to the end, or up to and including call `stop_at`; returns the manager."""
+        while (stop_at is None or self.num_calls < stop_at) and self.step() is not None:
+            pass
+        return self.manager
 
 
 def replay(path: str | PathLike[str], *, stop_at: int | None = None, policies: Policies | None = None) -> Replay:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from kvist.memory.transfers import Event, Job
 
-__all__ = ["FakeDevice"]
+__all__ = ["FakeDevice", "WaitsForever"]
 
 COMPUTE = "compute"
 TORN = 0xEE
 """What the destination of a failed copy is full of."""
+
+
+class WaitsForever(AssertionError):
+    """The host waits for a copy whose end was lost: a real process would hang here."""
 
 
 class FakeEvent:
@@ -27,8 +31,10 @@ class FakeEvent:
         self.error: Exception | None = None
 
     def wait(self) -> None:
-        """Let everything end that can, in order of the streams' names."""
+        """Let everything end that can, in order of the streams' names; raises WaitsForever if this one cannot."""
         self._device.finish()
+        if not self.done:
+            raise WaitsForever(f"the end of a copy was lost: {', '.join(self._device.lost)} tell no more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +52,13 @@ class FakeDevice:
 
     Whatever order a test takes, a stream's own work is in order, and nothing overtakes an event that it waits for. So
     contents that are right in all orders show that everything is waited for that has to be. `compute` stands for the
-    forward pass.
+    forward pass. What is completed after other calls is late; what a stream does after `lose` is never told, nor what
+    waits for it, until `recover`.
     """
 
     def __init__(self) -> None:
         self._streams: dict[str, deque[_Work]] = {}
+        self._lost: set[str] = set()
         self._next_error: Exception | None = None
 
     # ---- what tests do ----------------------------------------------------------------------------------------------
@@ -59,7 +67,14 @@ class FakeDevice:
     def ready(self) -> list[str]:
         """Streams that have work which waits for nothing, by name."""
         self._pass_events()
-        return sorted(name for name, works in self._streams.items() if works and not works[0].waits)
+        return sorted(
+            name for name, works in self._streams.items() if works and not works[0].waits and name not in self._lost
+        )
+
+    @property
+    def lost(self) -> list[str]:
+        """Streams whose work has no end, by name."""
+        return sorted(self._lost)
 
     @property
     def num_outstanding(self) -> int:
@@ -81,8 +96,16 @@ class FakeDevice:
         work.event.error, work.event.done = error, True
         self._pass_events()
 
+    def lose(self, stream: str) -> None:
+        """Let what a stream does from now on never end, as if its completions were lost."""
+        self._lost.add(stream)
+
+    def recover(self, stream: str) -> None:
+        """Let a stream go on where it was: its completions were only late."""
+        self._lost.discard(stream)
+
     def finish(self) -> None:
-        """Let all work happen."""
+        """Let all work happen, but that of lost streams and what waits for it."""
         while names := self.ready:
             self.complete(names[0])
 

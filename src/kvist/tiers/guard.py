@@ -15,6 +15,8 @@ from math import ceil, inf
 from threading import Thread
 from typing import TypeVar
 
+import numpy as np
+
 from kvist.errors import ArgumentError
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.counting import Counts
@@ -145,7 +147,8 @@ class GuardedStore:
     def stats(self) -> StoreStats:
         """Return what the store last said it holds, and what was done, as callers of the guard saw it."""
         with suppress(Exception):
-            self._held = self._workers.call(lambda _: self.store.stats(), self.timeout_s)
+            told: object = self._workers.call(lambda _: self.store.stats(), self.timeout_s)
+            self._held = told if isinstance(told, StoreStats) else self._held
         own, held = self._counts.stats(), self._held
         return replace(
             held,
@@ -179,7 +182,7 @@ class GuardedStore:
 
     def _look(self, keys: Sequence[bytes]) -> list[bool]:
         began = self._clock()
-        found = self.store.contains(keys)
+        found = _answers(self.store.contains(keys), len(keys))
         self._speed.note(0, self._clock() - began)
         return found
 
@@ -190,7 +193,7 @@ class GuardedStore:
                 return
             buffers = [memoryview(bytearray(sizes[at])) for at in lot]
             began = self._clock()
-            found = self.store.get([keys[at] for at in lot], buffers)
+            found = _answers(self.store.get([keys[at] for at in lot], buffers), len(lot))
             arrival = [(at, buffer) for at, buffer, is_there in zip(lot, buffers, found, strict=True) if is_there]
             self._speed.note(sum(buffer.nbytes for _, buffer in arrival), self._clock() - began)
             arrived.append(arrival)
@@ -265,3 +268,11 @@ class GuardedStore:
             _log.warning(
                 "%s %s (%s), and is not asked for some time", self.name, told, str(error) or type(error).__name__
             )
+
+
+def _answers(found: Sequence[bool], num_asked: int) -> list[bool]:
+    """Return what a store says of each key; raises TypeError for what is no such answer, whose keys nobody can tell."""
+    answers = list(found)
+    if len(answers) != num_asked or not all(isinstance(each, bool | np.bool_) for each in answers):
+        raise TypeError(f"{num_asked} keys were asked for, the answer is {found!r:.80}")
+    return answers
