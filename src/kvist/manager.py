@@ -44,7 +44,9 @@ class Memory(Protocol):
         """Make the copies in the order given, before anything that is written or read after this call.
 
         What it raises reaches the caller as a TransferError. A sequence that was being admitted or forked is ended
-        again; after any other call the moves are kept, and made with those of the next call that needs some.
+        again; after any other call the moves are kept, and made with those of the next call that needs some. Where some
+        were made before it failed, the error says by an attribute `moves` which were not: none is made twice, since
+        what it read may have been overwritten by then. Without it, none of these counts as made.
         """
 
 
@@ -70,6 +72,7 @@ class KVCacheManager(CacheCore):
         if memory is not None and not callable(getattr(memory, "perform", None)):
             raise ArgumentTypeError(f"memory is a {type(memory).__name__}, must have perform(moves)")
         self.memory = memory
+        self._left: list[Order] | None = None
         self._link = _open_stores(config, memory) if config.stores else None
         self.events = EventLog(config.event_buffer, self)
         if self._state.recorder is not None:
@@ -96,28 +99,46 @@ class KVCacheManager(CacheCore):
     def _perform_moves(self, new: Iterable[Sequence] = ()) -> None:
         if not self._state.moves or self.memory is None:
             return
+        orders, self._left = self._state.moves, None
         try:
-            self._carry_out(self._state.moves)
+            self._carry_out(orders)
         except Exception as error:
-            num_copies = len(one_by_one(self._state.moves))
+            num_copies = len(one_by_one(orders))
             recurrent.abandon_copies(self._state)
+            self._leave_out_made(orders)
             self._end(beam for sequence in new for beam in sequence.beams)
             raise TransferError(f"the memory could not make {num_copies} copies: {error!r}") from error
         self._state.moves = []
 
     def _carry_out(self, orders: list[Order]) -> None:
-        """Make the copies, and hand blocks to stores in their place among them."""
-        assert self.memory is not None
-        if self._link is None:
-            self.memory.perform(self._as_taken(orders))
-            return
+        """Make the copies, and hand blocks to stores in their place among them; what is left if it fails is noted."""
+        num_done = 0
         for is_kept, each in groupby(orders, lambda order: isinstance(order, KeptBlocks)):
-            if not is_kept:
-                self.memory.perform(self._as_taken(list(each)))
-                continue
-            for order in each:
-                assert isinstance(order, KeptBlocks)
-                self._link.keep(order)
+            piece = list(each)
+            if is_kept:
+                for order in piece:
+                    assert isinstance(order, KeptBlocks)
+                    assert self._link is not None
+                    self._link.keep(order)
+            else:
+                self._perform_piece(piece, orders[num_done + len(piece) :])
+            num_done += len(piece)
+
+    def _perform_piece(self, piece: list[Order], behind: list[Order]) -> None:
+        assert self.memory is not None
+        try:
+            self.memory.perform(self._as_taken(piece))
+        except Exception as error:
+            self._left = [*_not_made(piece, error), *behind]
+            raise
+
+    def _leave_out_made(self, orders: list[Order]) -> None:
+        """Keep of what was ordered what was not carried out, and not given up since."""
+        if self._left is None:
+            return
+        kept = set(map(id, self._state.moves))
+        given_up = [order for order in orders if id(order) not in kept]
+        self._state.moves = [order for order in self._left if order not in given_up]
 
     def _as_taken(self, orders: list[Order]) -> list[Any]:
         """Return moves as the memory takes them: whole blocks one by one, unless it says that it takes many at once."""
@@ -128,7 +149,7 @@ class KVCacheManager(CacheCore):
         state = self._state
         for sequence in sequences:
             own = state.own_blocks(sequence)
-            state.moves = [move for move in state.moves if not _fills(move, own)]
+            state.moves = _without_fills(state.moves, own)
             self.free(sequence, publish=False)
 
     # -- stores -------------------------------------------------------------------------------------------------------
@@ -263,6 +284,29 @@ class KVCacheManager(CacheCore):
             max_blocks=max_blocks,
             out=out,
         )
+
+
+def _without_fills(orders: list[Order], own: list[set[int]]) -> list[Order]:
+    """Leave out moves into blocks of the device, `own` by group, but those that a later order still reads.
+
+    Where copies have failed before, a block may have been filled for another, who has since been sent down.
+    """
+    left: list[Order] = []
+    read: set[tuple[int, int]] = set()
+    for order in reversed(orders):
+        if _fills(order, own) and isinstance(order, Move) and (order.group, order.destination) not in read:
+            continue
+        left.append(order)
+        if order.source_tier == DEVICE:
+            sources = [order.source] if isinstance(order, Move) else order.sources.tolist()
+            read.update((order.group, source) for source in sources)
+    return left[::-1]
+
+
+def _not_made(piece: list[Order], error: Exception) -> list[Order]:
+    """Return what a memory has not made of copies, as its error tells; all of them where it does not."""
+    named = getattr(error, "moves", None)
+    return piece if named is None else [move for move in one_by_one(piece) if move in named]
 
 
 def _fills(move: object, own: list[set[int]]) -> bool:
