@@ -18,7 +18,6 @@ from kvist.core.contents import Snapshot, contents_of, snapshot_of
 from kvist.core.events import Event
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.keeping import KeptBlocks, Order, repeatable_runs
-from kvist.core.lower import DEVICE
 from kvist.core.manager import CacheCore
 from kvist.core.matching import Awaited
 from kvist.core.moves import Move, one_by_one
@@ -166,7 +165,7 @@ class KVCacheManager(CacheCore):
         state = self._state
         for sequence in sequences:
             own = state.own_blocks(sequence)
-            state.moves = [move for move in state.moves if not _fills(move, own)]
+            state.moves = failures.without_fills(state.moves, own)
             self.free(sequence, publish=False)
 
     # -- stores -------------------------------------------------------------------------------------------------------
@@ -314,11 +313,6 @@ class KVCacheManager(CacheCore):
             max_blocks=max_blocks,
             out=out,
         )
-
-
-def _fills(move: object, own: list[set[int]]) -> bool:
-    """Say whether a move is one into blocks of the device, `own` by group."""
-    return isinstance(move, Move) and move.destination_tier == DEVICE and move.destination in own[move.group]
 
 
 def _open_stores(config: CacheConfig, memory: Memory | None) -> StoreLink | None:

@@ -44,6 +44,27 @@ def test_B146_copies_that_fail_before_the_first_cost_the_call_and_no_content(rig
     assert failed > 0
 
 
+@pytest.mark.parametrize("after", range(6))
+def test_B146_copies_that_were_made_before_one_failed_are_not_made_again(after):
+    """Two blocks go down and two come up in their places: made again, the first would copy what has come up."""
+    with opened("full", "host", num_blocks=3) as rig:
+        rig.leave(range(8))
+        rig.manager.evict(2)
+        rig.leave(range(10, 18))
+        rig.memory.fail_next(after=after)
+        try:
+            rig.free(rig.serve([*range(8), 9]), publish=False)
+        except TransferError:
+            assert rig.manager.num_free_blocks == 3
+        rig.memory.work_again()
+        rig.manager.evict(9)
+        for tokens in ([*range(10, 18), 9], [*range(8), 9]):
+            sequence = rig.serve(tokens)
+            assert sequence.num_cached_tokens == 8
+            rig.free(sequence, publish=False)
+        rig.require_all_back()
+
+
 @over(EVERYWHERE)
 def test_B035_a_hit_that_needs_no_copy_orders_none_and_nobody_waits(rig):
     rig.leave(range(17))

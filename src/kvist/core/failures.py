@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core import resuming
 from kvist.core.extents import Blocks, Extent
+from kvist.core.keeping import Order
 from kvist.core.lower import DEVICE, HOST, LowerTier
 from kvist.core.moves import Move
 from kvist.core.recording import NOT_FILLED
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 
-__all__ = ["forget_unmade"]
+__all__ = ["forget_unmade", "without_fills"]
 
 Lost = dict[str, list[NDArray[np.int32]]]
 """Ids of blocks that hold nothing, by tier and group."""
@@ -35,7 +37,7 @@ def forget_unmade(state: CacheState, moves: Iterable[Move]) -> list[Sequence]:
     sequences = []
     while (sequence := _next_affected(state, holders, _fed_from(moves, lost[DEVICE]))) is not None:
         own = state.own_blocks(sequence)
-        state.moves = [order for order in state.moves if not _fills(order, own)]
+        state.moves = without_fills(state.moves, own)
         resuming.suspend(state, sequence, publish=False)
         sequences.append(sequence)
     return sequences
@@ -105,5 +107,22 @@ def _next_affected(state: CacheState, holders: set[Extent], fed: set[tuple[int, 
     return None
 
 
-def _fills(order: object, own: list[set[int]]) -> bool:
+def without_fills(orders: list[Order], own: list[set[int]]) -> list[Order]:
+    """Leave out moves into blocks of the device, `own` by group, but those that a later order still reads.
+
+    Where copies have failed before, a block may have been filled for another, who has since been sent down.
+    """
+    left: list[Order] = []
+    read: set[tuple[int, int]] = set()
+    for order in reversed(orders):
+        if _fills(order, own) and (order.group, order.destination) not in read:
+            continue
+        left.append(order)
+        if order.source_tier == DEVICE:
+            sources = [order.source] if isinstance(order, Move) else order.sources.tolist()
+            read.update((order.group, source) for source in sources)
+    return left[::-1]
+
+
+def _fills(order: Order, own: list[set[int]]) -> TypeGuard[Move]:
     return isinstance(order, Move) and order.destination_tier == DEVICE and order.destination in own[order.group]

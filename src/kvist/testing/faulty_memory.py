@@ -81,7 +81,9 @@ class FaultyMemory(TokenMemory):
         self._after = 0 if self._times else None
         for move in moves[made : made + 1]:
             self._tear(move)
-        raise self._failure(f"copy {made} of {len(moves)}")
+        failure = self._failure(f"copy {made} of {len(moves)}")
+        failure.moves = moves[made:]
+        raise failure
 
     def read_blocks(self, group: int, blocks: NDArray[np.int32], tier: str = DEVICE) -> NDArray[np.uint8]:
         """Read blocks, or fail."""
