@@ -25,7 +25,10 @@ STAMP_BYTES = 8
 MAX_STAMP = 1 << 62
 """Greater stamps are damaged ones."""
 
-PARTS = Struct("<8sB64sQQ")
+MAX_SLOTS = 1 << 40
+"""More than a name can say."""
+
+PARTS = Struct("<8sB64sQQ39x")
 NAME = re.compile(r"(\d{8})-([1-9]\d{0,14})x([1-9]\d{0,9})\.blocks")
 
 
@@ -114,7 +117,7 @@ class Record:
 
     def sealed(self, seal_key: bytes) -> bytes:
         """Return the 128 bytes that say it."""
-        said = PARTS.pack(b"", len(self.key), self.key, self.checksum, self.stamp).ljust(RECORD_BYTES, b"\0")[8:]
+        said = PARTS.pack(b"", len(self.key), self.key, self.checksum, self.stamp)[8:]
         return _seal(said, seal_key) + said
 
     @classmethod
@@ -133,14 +136,16 @@ def _seal(said: bytes, seal_key: bytes) -> bytes:
 class Entry:
     """Contents that are in a slot, or are being written there.
 
+    `position` is that of its slot among all that are open: neighbours in a segment have neighbouring ones.
     `num_readers` read it at this moment, so that its slot must not be given to others. `is_dropped` says that it was
     dropped in the meantime: whoever is busy with it last lets go of it.
     """
 
-    __slots__ = ("checksum", "is_dropped", "key", "num_readers", "segment", "slot")
+    __slots__ = ("checksum", "is_dropped", "key", "num_readers", "position", "segment", "slot")
 
     def __init__(self, key: bytes, segment: Segment, slot: int, checksum: int = 0) -> None:
         self.key, self.segment, self.slot, self.checksum = key, segment, slot, checksum
+        self.position = segment.first_position + slot
         self.num_readers = 0
         self.is_dropped = False
 
@@ -153,12 +158,17 @@ class Entry:
 class Segment:
     """An open segment. `num_busy` counts entries being read or written: only at 0 may it be removed.
 
-    `last_use` is the greatest stamp of its entries, as far as they have been used since it was opened.
+    `last_use` is the greatest stamp of its entries, as far as they have been used since it was opened. `ordinal` is
+    another one for each segment that a store opens.
     """
 
-    def __init__(self, geometry: Geometry, files: Files, file: int, direct: int | None, seal_key: bytes) -> None:
+    def __init__(
+        self, geometry: Geometry, files: Files, file: int, direct: int | None, seal_key: bytes, ordinal: int
+    ) -> None:
         self.geometry, self.files, self.file, self.direct = geometry, files, file, direct
-        self.name, self.slot_bytes = geometry.name, geometry.slot_bytes
+        self.name, self.block_bytes, self.slot_bytes = geometry.name, geometry.block_bytes, geometry.slot_bytes
+        self.num_padding = self.slot_bytes - self.block_bytes
+        self.first_offset, self.first_position = geometry.slot_offset(0), ordinal * MAX_SLOTS
         self.stamps: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)
         self.last_use = self.num_busy = 0
         self.has_unwritten_stamps = False

@@ -43,7 +43,7 @@ class Space:
         self._files, self._seal_key, self._counts = files, seal_key, counts
         self._free: dict[int, list[Slot]] = {size: [] for size in sizes}
         self._num_foreign_bytes = 0
-        self._next_number = 0
+        self._next_number = self._num_opened = 0
 
     @property
     def num_file_bytes(self) -> int:
@@ -123,7 +123,8 @@ class Space:
         if self.is_direct:
             with suppress(OSError):
                 direct = self._files.open(geometry.name, direct=True)
-        return Segment(geometry, self._files, file, direct, self._seal_key)
+        self._num_opened += 1
+        return Segment(geometry, self._files, file, direct, self._seal_key, self._num_opened)
 
     # slots
 
