@@ -10,7 +10,7 @@ from tests.tiers.disks import found, num_bytes, opened, put, room, segments
 from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
 from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES
 from kvist.tiers.disk.segments import Geometry
-from kvist.tiers.disk.sharing import work_off
+from kvist.tiers.disk.sharing import Helper
 from kvist.tiers.disk.traffic import SHARED_BYTES
 from kvist.tiers.protocol import StoreFormat
 
@@ -102,7 +102,14 @@ def test_a_crash_in_either_thread_ends_the_call_and_leaves_nothing_half_written_
             assert store.stats().num_corrupt == 0
 
 
-def test_two_threads_do_all_the_work_and_each_goes_on_with_what_the_other_has_left():
+@pytest.fixture
+def helper():
+    helper = Helper()
+    yield helper
+    helper.close()
+
+
+def test_two_threads_do_all_the_work_and_each_goes_on_with_what_the_other_has_left(helper):
     met, done = Event(), []
 
     def work(task):
@@ -112,13 +119,13 @@ def test_two_threads_do_all_the_work_and_each_goes_on_with_what_the_other_has_le
         if len(done) == 4:
             met.set()
 
-    work_off(deque(["long", 1, 2]), deque([3, 4]), work)
+    helper.work_off(deque(["long", 1, 2]), deque([3, 4]), work)
     assert {task for task, _ in done} == {"long", 1, 2, 3, 4}
     assert len({thread for _, thread in done}) == 2
 
 
 @pytest.mark.parametrize("who", ["own", "others"])
-def test_what_either_thread_raises_is_raised_and_what_is_left_is_not_begun(who):
+def test_what_either_thread_raises_is_raised_and_what_is_left_is_not_begun(who, helper):
     both, failed, done = Event(), Event(), []
 
     def work(task):
@@ -132,17 +139,38 @@ def test_what_either_thread_raises_is_raised_and_what_is_left_is_not_begun(who):
 
     own, others = deque(["own", *range(1000)]), deque(["others", *range(1000)])
     with pytest.raises(KeyError, match=who):
-        work_off(own, others, work)
+        helper.work_off(own, others, work)
     assert not own
     assert not others
     assert len(done) < 1000
 
 
-def test_where_no_thread_is_to_be_had_one_does_all(monkeypatch):
+def test_where_no_thread_is_to_be_had_one_does_all(monkeypatch, helper):
     def start(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(Thread, "start", start)
     done = []
-    work_off(deque([1, 2]), deque([3]), done.append)
+    helper.work_off(deque([1, 2]), deque([3]), done.append)
     assert done == [1, 2, 3]
+
+
+def test_help_that_has_not_begun_is_not_waited_for(helper):
+    met, let_go, done = Event(), Event(), []
+
+    def work(task):
+        if task == "busy":
+            met.set()
+            assert let_go.wait(30)
+        elif task == "first":
+            assert met.wait(30)
+        done.append(task)
+
+    first = Thread(target=helper.work_off, args=(deque(["first"]), deque(["busy"]), work))
+    first.start()
+    assert met.wait(30)
+    helper.work_off(deque([1, 2]), deque([3]), work)
+    assert [task for task in done if task != "first"] == [1, 2, 3]
+    let_go.set()
+    first.join(30)
+    assert sorted(map(str, done)) == ["1", "2", "3", "busy", "first"]

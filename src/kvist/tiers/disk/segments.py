@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.tiers.disk.files import Files, read_fully, write_fully
 
-__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Segment"]
+__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment"]
 
 ALIGNMENT = 4096
 """Slots begin and end at pages: the page cache never has to read what is to be written, and direct I/O is possible."""
@@ -104,33 +105,45 @@ class Geometry:
         return self.header_bytes + slot * self.slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What is said of a slot's contents. A record is valid only with its seal, a digest keyed with the format.
-
-    So a record of another format, or a damaged one, is none. `stamp` is the time it was put, in uses of the store.
-    """
+class Record(NamedTuple):
+    """What is said of a slot's contents. `stamp` is the time it was put, in uses of the store."""
 
     key: bytes
     checksum: int
     stamp: int
 
-    def sealed(self, seal_key: bytes) -> bytes:
+
+class Seal:
+    """Makes records valid, and tells those that are: each begins with a digest of the rest, keyed with the format.
+
+    So a record of another format, or a damaged one, is none.
+
+    >>> seal = Seal(b"a format")
+    >>> seal.opened(seal.sealed(b"a key", 7, 1))
+    Record(key=b'a key', checksum=7, stamp=1)
+    >>> seal.opened(Seal(b"another").sealed(b"a key", 7, 1)) is None
+    True
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._begun = blake2b(digest_size=8, key=key)  # a copy takes half the time of a new one
+
+    def sealed(self, key: bytes, checksum: int, stamp: int) -> bytes:
         """Return the 128 bytes that say it."""
-        said = PARTS.pack(b"", len(self.key), self.key, self.checksum, self.stamp)[8:]
-        return _seal(said, seal_key) + said
+        said = PARTS.pack(b"", len(key), key, checksum, stamp)[8:]
+        return self._digest(said) + said
 
-    @classmethod
-    def unsealed(cls, said: bytes, seal_key: bytes) -> Record | None:
+    def opened(self, said: bytes) -> Record | None:
         """Return what 128 bytes say, or None if the seal does not fit them."""
-        seal, key_bytes, key, checksum, stamp = PARTS.unpack_from(said)
-        if seal != _seal(said[8:], seal_key):
+        digest, key_bytes, key, checksum, stamp = PARTS.unpack(said)
+        if digest != self._digest(said[8:]):
             return None
-        return cls(key[:key_bytes], checksum, stamp)
+        return Record(key[:key_bytes], checksum, stamp)
 
-
-def _seal(said: bytes, seal_key: bytes) -> bytes:
-    return blake2b(said, digest_size=8, key=seal_key).digest()
+    def _digest(self, said: bytes) -> bytes:
+        digest = self._begun.copy()
+        digest.update(said)
+        return digest.digest()
 
 
 class Entry:
@@ -163,7 +176,7 @@ class Segment:
     """
 
     def __init__(
-        self, geometry: Geometry, files: Files, file: int, direct: int | None, seal_key: bytes, ordinal: int
+        self, geometry: Geometry, files: Files, file: int, direct: int | None, seal: Seal, ordinal: int
     ) -> None:
         self.geometry, self.files, self.file, self.direct = geometry, files, file, direct
         self.name, self.block_bytes, self.slot_bytes = geometry.name, geometry.block_bytes, geometry.slot_bytes
@@ -172,7 +185,7 @@ class Segment:
         self.stamps: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)
         self.last_use = self.num_busy = 0
         self.has_unwritten_stamps = False
-        self._seal_key = seal_key
+        self._seal = seal
 
     def entries(self) -> Iterator[Entry]:
         """Read the records, and give an entry for each valid one whose slot is whole in the file; sets the stamps."""
@@ -184,24 +197,16 @@ class Segment:
         length = self.files.num_bytes(self.file)
         seals = np.frombuffer(header, "<u8", geometry.stamps_offset // 8)[:: RECORD_BYTES // 8]
         for slot in np.flatnonzero(seals).tolist():
-            record = Record.unsealed(bytes(header[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]), self._seal_key)
+            record = self._seal.opened(bytes(header[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]))
             if record is not None and geometry.slot_offset(slot) + geometry.block_bytes <= length:
                 self.stamps[slot] = max(record.stamp, int(self.stamps[slot]))
                 yield Entry(record.key, self, slot, record.checksum)
 
-    def touch(self, slot: int, stamp: int) -> None:
-        """Note that a slot was used."""
-        self.stamps[slot] = stamp
-        self.last_use = max(self.last_use, stamp)
-        self.has_unwritten_stamps = True
-
     def write_records(self, entries: Sequence[Entry], stamps: Sequence[int]) -> None:
         """Say what is in neighbouring slots; raises OSError."""
-        said = [
-            Record(entry.key, entry.checksum, stamp).sealed(self._seal_key)
-            for entry, stamp in zip(entries, stamps, strict=True)
-        ]
-        write_fully(self.files, self.file, [b"".join(said)], entries[0].slot * RECORD_BYTES)
+        sealed, pairs = self._seal.sealed, zip(entries, stamps, strict=True)
+        said = b"".join([sealed(entry.key, entry.checksum, stamp) for entry, stamp in pairs])
+        write_fully(self.files, self.file, [said], entries[0].slot * RECORD_BYTES)
 
     def clear(self, slot: int, num_slots: int = 1) -> None:
         """Say that neighbouring slots hold nothing; raises OSError."""

@@ -4,53 +4,52 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["work_off"]
+__all__ = ["Helper"]
 
 T = TypeVar("T")
 
 
-def work_off(own: deque[T], others: deque[T], work: Callable[[T], None]) -> None:
-    """Do all the work of two queues, the second in a thread of its own; whoever is done first goes on with the other's.
-
-    What `work` raises in either thread is raised when both have stopped, and what is left is not begun. The queues are
-    empty afterwards; `work` may empty them to stop.
+class Helper:
+    """A thread that helps those who call, one at a time; whoever finds it busy works alone.
 
     >>> done = []
-    >>> work_off(deque([1, 2, 3]), deque([4]), done.append)
+    >>> helper = Helper()
+    >>> helper.work_off(deque([1, 2, 3]), deque([4]), done.append)
     >>> sorted(done)
     [1, 2, 3, 4]
+    >>> helper.close()
     """
-    helper = _Helper(partial(_drain, (others, own), work))
-    try:
-        helper.start()
-    except RuntimeError:  # no more threads are to be had
-        _drain((own, others), work)
-        return
-    try:
-        _drain((own, others), work)
-    finally:
-        helper.join()
-    if helper.error is not None:
-        raise helper.error
 
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvist-disk")  # which begins with the first work
 
-class _Helper(Thread):
-    """Makes one call; `error` is what it raised."""
+    def work_off(self, own: deque[T], others: deque[T], work: Callable[[T], None]) -> None:
+        """Do all the work of two queues, the second in the other thread; who is done first goes on with the rest.
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__(name="kvist-disk", daemon=True)
-        self.error: BaseException | None = None
-        self._call = call
-
-    def run(self) -> None:
+        What `work` raises in either thread is raised when both have stopped, and what is left is not begun. The queues
+        are empty afterwards; `work` may empty them to stop.
+        """
+        help_ = self._asked((others, own), work)
         try:
-            self._call()
-        except BaseException as error:
-            self.error = error
+            _drain((own, others), work)
+        finally:
+            if help_ is not None and not help_.cancel():  # nothing waits for help that has not begun
+                wait([help_])
+        if help_ is not None and not help_.cancelled():
+            help_.result()
+
+    def _asked(self, queues: Sequence[deque[T]], work: Callable[[T], None]) -> Future[None] | None:
+        try:
+            return self._thread.submit(_drain, queues, work)
+        except RuntimeError:  # no more threads are to be had
+            return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
 
 
 def _drain(queues: Sequence[deque[T]], work: Callable[[T], None]) -> None:

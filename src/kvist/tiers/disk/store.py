@@ -72,7 +72,7 @@ class DiskStore:
         self._directory = Directory(Path(directory), format, Files() if files is None else files)
         self._capacity_bytes = capacity_bytes
         limit = capacity_bytes - OVERHEAD_BYTES
-        self._space = Space(self._directory.files, limit, sizes, self._directory.seal_key, self._counts)
+        self._space = Space(self._directory.files, limit, sizes, self._directory.seal, self._counts)
         self._space.is_direct = io == "direct" and self._directory.takes_direct()
         checksum = checksum_named(self._directory.checksum)
         io_used = Direct(checksum, max(sizes)) if self._space.is_direct else Buffered(checksum)
@@ -187,6 +187,7 @@ class DiskStore:
                 return
             self._is_open = False
             self._changed.wait_for(lambda: not self._num_active)
+            self._traffic.close()
             self._space.save_order()
             self._space.close()
             self._directory.close()
@@ -233,13 +234,16 @@ class DiskStore:
 
     def _reserve(self, wanted: Sequence[Contents]) -> tuple[list[Entry], list[Piece]]:
         """Hold what is there already, and give slots to the first of the rest, as many as there are."""
+        held: list[Entry] = []
+        missing: dict[bytes, int] = {}
         with self._changed:
-            held = [entry for key, contents in wanted if (entry := self._entry(key, contents.nbytes)) is not None]
-            self._pin(held)
-            missing: dict[bytes, int] = {}
             for index, (key, contents) in enumerate(wanted):
-                if key not in self._pending and self._entry(key, contents.nbytes) is None:
+                entry = self._entry(key, contents.nbytes)
+                if entry is not None:
+                    held.append(entry)
+                elif key not in self._pending:
                     missing.setdefault(key, index)
+            self._pin(held)
             return held, self._placed(wanted, missing)
 
     def _placed(self, wanted: Sequence[Contents], missing: dict[bytes, int]) -> list[Piece]:
@@ -266,56 +270,60 @@ class DiskStore:
     ) -> int:
         """Let the first pieces be found, as far as all were written, and return how many of the wanted are there."""
         with self._changed:
-            num_wanted, before = len(wanted), self._tick
-            self._tick += num_wanted
-            stamps = [before + num_wanted - index for index in range(num_wanted)]
-            end = min((piece.place for piece in pieces if piece.place not in written), default=num_wanted)
+            stamps = self._stamps(len(wanted))
+            end = min((piece.place for piece in pieces if piece.place not in written), default=len(wanted))
             ready = [piece for piece in pieces if piece.place < end and not piece.entry.is_dropped]
             recorded = self._traffic.record(ready, stamps, failed)
-            for piece in pieces:
-                self._settle(piece.entry, piece.place in recorded, piece.place in failed)
+            self._settle(pieces, recorded, failed)
             self._unpin(held)
-            there = [self._entry(key, contents.nbytes) for key, contents in wanted]
-            self._use(there, stamps)
+            found = [self._entry(key, contents.nbytes) for key, contents in wanted]
+            there = [(entry, stamp) for entry, stamp in zip(found, stamps, strict=True) if entry is not None]
+            self._use([entry for entry, _ in there], [stamp for _, stamp in there])
             self._counts.add(num_put=len(recorded))
-            return num_wanted - there.count(None)
+            return len(there)
 
-    def _settle(self, entry: Entry, is_recorded: bool, is_failed: bool) -> None:
-        del self._pending[entry.key]
-        if is_recorded:
-            entry.segment.num_busy -= 1
-            self._space.enter(entry)
-        elif is_failed:
-            self._space.retire([(entry.segment, entry.slot)])
-        else:
-            self._space.give([(entry.segment, entry.slot)])
+    def _settle(self, pieces: Sequence[Piece], recorded: Collection[int], failed: Collection[int]) -> None:
+        for entry, _, place in pieces:
+            del self._pending[entry.key]
+            if place in recorded:
+                entry.segment.num_busy -= 1
+                self._space.enter(entry)
+            elif place in failed:
+                self._space.retire([(entry.segment, entry.slot)])
+            else:
+                self._space.give([(entry.segment, entry.slot)])
 
     # Getting: entries are held, so that their slots stay theirs, and read without the lock.
 
     def _hold(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Piece]:
         with self._changed:
-            pairs = enumerate(zip(keys, buffers, strict=True))
-            found = [(index, self._entry(key, buffer.nbytes), buffer) for index, (key, buffer) in pairs]
-            pieces = [Piece(entry, buffer, index) for index, entry, buffer in found if entry is not None]
+            found = map(self._entry, keys, [buffer.nbytes for buffer in buffers])
+            pieces = [
+                Piece(entry, buffer, place)
+                for place, (entry, buffer) in enumerate(zip(found, buffers, strict=True))
+                if entry is not None
+            ]
             self._pin([piece.entry for piece in pieces])
             return pieces
 
     def _release(self, pieces: Sequence[Piece], whole: Collection[int], bad: Collection[int]) -> None:
         with self._changed:
-            self._forget([piece.entry for piece in pieces if piece.place in bad and not piece.entry.is_dropped])
+            if bad:
+                self._forget([piece.entry for piece in pieces if piece.place in bad and not piece.entry.is_dropped])
             self._unpin([piece.entry for piece in pieces])
             used = [piece.entry for piece in pieces if piece.place in whole and not piece.entry.is_dropped]
-            before, num_used = self._tick, len(used)
-            self._tick += num_used
-            self._use(used, [before + num_used - place for place in range(num_used)])
+            self._use(used, self._stamps(len(used)))
 
     # All of these need the lock.
 
-    def _use(self, entries: Sequence[Entry | None], stamps: Sequence[int]) -> None:
-        """Make entries the last used, the first of them the very last: a prefix loses its end first."""
-        for entry, stamp in zip(reversed(entries), reversed(stamps), strict=True):
-            if entry is not None:
-                self._space.use(entry, stamp)
+    def _stamps(self, num_uses: int) -> range:
+        """The times of so many uses, the first the last: a prefix loses its end first."""
+        self._tick += num_uses
+        return range(self._tick, self._tick - num_uses, -1)
+
+    def _use(self, entries: Sequence[Entry], stamps: Sequence[int]) -> None:
+        """Make entries the last used, the first of them the very last."""
+        self._space.use(reversed(entries), reversed(stamps))
         self._num_unsaved_uses += len(entries)
         if self._num_unsaved_uses >= USES_BETWEEN_SAVES:
             self._num_unsaved_uses = 0

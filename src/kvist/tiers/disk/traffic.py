@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.runs import Buffered, Piece, Run, runs
-from kvist.tiers.disk.sharing import work_off
+from kvist.tiers.disk.sharing import Helper
 
 __all__ = ["Traffic"]
 
@@ -20,7 +20,7 @@ a get then takes two thirds of the processor time that it takes with asking; so 
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 SHARED_BYTES = 4 << 20
-"""Of a call from which on a second thread pays: it takes 50 to 100 microseconds to begin."""
+"""Of a call from which on a second thread pays: it takes 50 to 100 microseconds to wake up."""
 
 UNLIMITED_BYTES = 1 << 62
 
@@ -29,7 +29,11 @@ class Traffic:
     """Writes and reads the pieces of one call; results are sets of their places, to which is added as it goes on."""
 
     def __init__(self, io: Buffered, counts: Counts) -> None:
-        self._io, self._counts = io, counts
+        self._io, self._counts, self._helper = io, counts, Helper()
+
+    def close(self) -> None:
+        """End the thread that helps."""
+        self._helper.close()
 
     def write(self, pieces: Sequence[Piece], written: set[int], failed: set[int]) -> None:
         """Write contents until something fails."""
@@ -47,7 +51,7 @@ class Traffic:
             else:
                 written.update(places)
 
-        _work_off(queues, write)
+        self._work_off(queues, write)
 
     def record(self, pieces: Sequence[Piece], stamps: Sequence[int], failed: set[int]) -> set[int]:
         """Say on disk what is in the slots, until that fails; returns the places of which it was said."""
@@ -73,7 +77,7 @@ class Traffic:
         def read(run: Run) -> None:
             self._read_run(run, whole, bad)
 
-        _work_off(_halves(all_runs), read)
+        self._work_off(_halves(all_runs), read)
 
     def _read_run(self, run: Run, whole: set[int], bad: set[int]) -> None:
         try:
@@ -97,6 +101,15 @@ class Traffic:
         for single in run.singly():
             self._read_run(single, whole, bad)
 
+    def _work_off(self, queues: tuple[deque[Run], deque[Run]], work: Callable[[Run], None]) -> None:
+        """Work in two threads where there is much to do, else in this one."""
+        if NUM_CORES > 1 and sum(run.num_bytes for queue in queues for run in queue) >= SHARED_BYTES:
+            self._helper.work_off(*queues, work)
+            return
+        for queue in queues:
+            while queue:
+                work(queue.popleft())
+
 
 def _halves(all_runs: Sequence[Run]) -> tuple[deque[Run], deque[Run]]:
     """Cut runs in two where a segment ends, near the middle: one segment is best read by both from its beginning on."""
@@ -105,13 +118,3 @@ def _halves(all_runs: Sequence[Run]) -> tuple[deque[Run], deque[Run]]:
     middle = ends[-1] // 2 if ends else 0
     cut = min(cuts, key=lambda nth: abs(ends[nth - 1] - middle), default=len(all_runs))
     return deque(all_runs[:cut]), deque(all_runs[cut:])
-
-
-def _work_off(queues: tuple[deque[Run], deque[Run]], work: Callable[[Run], None]) -> None:
-    """Work in two threads where there is much to do, else in this one."""
-    if NUM_CORES > 1 and sum(run.num_bytes for queue in queues for run in queue) >= SHARED_BYTES:
-        work_off(*queues, work)
-        return
-    for queue in queues:
-        while queue:
-            work(queue.popleft())
