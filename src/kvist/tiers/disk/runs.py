@@ -68,14 +68,14 @@ def runs(pieces: Iterable[Piece], num_bytes: int) -> list[Run]:
     found: list[list[Piece]] = []
     next_position, room = -1, 0
     for piece in sorted(pieces, key=attrgetter("entry.position")):
-        entry = piece.entry
-        if room and entry.position == next_position:
+        position = piece.entry.position
+        if room and position == next_position:
             found[-1].append(piece)
             room -= 1
         else:
             found.append([piece])
-            room = min(max(1, num_bytes // entry.segment.slot_bytes), MAX_RUN_SLOTS) - 1
-        next_position = entry.position + 1
+            room = min(max(1, num_bytes // piece.entry.segment.slot_bytes), MAX_RUN_SLOTS) - 1
+        next_position = position + 1
     return [Run(each) for each in found]
 
 

@@ -269,8 +269,8 @@ class Space:
             segment = entry.segment
             self.queues[segment.block_bytes].move_to_end(entry.key)
             segment.stamps[entry.slot] = stamp
-            segment.last_use = max(segment.last_use, stamp)
             segment.has_unwritten_stamps = True
+            segment.last_use = max(segment.last_use, stamp)
 
     def leave(self, entry: Entry) -> None:
         """Let an entry not be found any more."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from kvist.errors import ArgumentError, ConfigError, TransferError
 from kvist.tiers.counting import Counts
@@ -27,7 +27,14 @@ __all__ = ["DiskStore"]
 USES_BETWEEN_SAVES = 4096
 """How many uses of entries `kill -9` may take out of the order in which they are evicted."""
 
-Contents = tuple[bytes, memoryview]
+NOTHING: Mapping[bytes, Entry] = {}
+
+
+class Wanted(NamedTuple):
+    """What is to be put: keys, and for each its contents as bytes."""
+
+    keys: Sequence[bytes]
+    contents: Sequence[memoryview]
 
 
 class DiskStore:
@@ -117,7 +124,7 @@ class DiskStore:
         Where not all can be kept, the first are, and none after the first that is not: of a prefix put in order, no
         block is there without those before it. Raises `ArgumentError` for keys and lengths that are of no block.
         """
-        wanted = [(key, self._checked(key, contents)) for key, contents in entries]
+        wanted = self._checked(entries)
         num_there = 0
         with self._busy() as may:
             if may:
@@ -128,7 +135,7 @@ class DiskStore:
                     self._traffic.write(pieces, written, failed)
                 finally:
                     num_there = self._publish(wanted, held, pieces, written, failed)
-        self._counts.add(num_refused=len(wanted) - num_there)
+        self._counts.add(num_refused=len(wanted.keys) - num_there)
         return num_there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
@@ -218,51 +225,53 @@ class DiskStore:
                 self._num_active -= may
                 self._changed.notify_all()
 
-    def _checked(self, key: bytes, contents: memoryview) -> memoryview:
-        Envelope.check_key(key)
-        flat = _flat(contents)
-        if flat.nbytes not in self._space.queues:
+    def _checked(self, entries: Sequence[tuple[bytes, memoryview]]) -> Wanted:
+        keys, contents = [key for key, _ in entries], [_flat(contents) for _, contents in entries]
+        for key in {len(key): key for key in keys}.values():
+            Envelope.check_key(key)
+        unknown = {each.nbytes for each in contents}.difference(self._space.queues)
+        if unknown:
             allowed = " or ".join(map(str, sorted(self._space.queues)))
-            raise ArgumentError(f"contents of {flat.nbytes} bytes, but blocks of this format have {allowed}")
-        return flat
+            raise ArgumentError(f"contents of {min(unknown)} bytes, but blocks of this format have {allowed}")
+        return Wanted(keys, contents)
 
-    def _entry(self, key: bytes, num_bytes: int) -> Entry | None:
-        queue = self._space.queues.get(num_bytes)
-        return None if queue is None else queue.get(key)
+    def _entries(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Entry | None]:
+        """The entry of each key that has as many bytes as its buffer."""
+        queues = self._space.queues
+        return [queues.get(buffer.nbytes, NOTHING).get(key) for key, buffer in zip(keys, buffers, strict=True)]
 
     # Putting: slots are reserved, contents written without the lock, and only then it is said what is in the slots.
 
-    def _reserve(self, wanted: Sequence[Contents]) -> tuple[list[Entry], list[Piece]]:
+    def _reserve(self, wanted: Wanted) -> tuple[list[Entry], list[Piece]]:
         """Hold what is there already, and give slots to the first of the rest, as many as there are."""
         held: list[Entry] = []
         missing: dict[bytes, int] = {}
         with self._changed:
-            for index, (key, contents) in enumerate(wanted):
-                entry = self._entry(key, contents.nbytes)
+            for place, (key, entry) in enumerate(zip(wanted.keys, self._entries(*wanted), strict=True)):
                 if entry is not None:
                     held.append(entry)
                 elif key not in self._pending:
-                    missing.setdefault(key, index)
+                    missing.setdefault(key, place)
             self._pin(held)
-            return held, self._placed(wanted, missing)
+            return held, self._placed(missing, wanted.contents)
 
-    def _placed(self, wanted: Sequence[Contents], missing: dict[bytes, int]) -> list[Piece]:
-        needed = Counter(wanted[index][1].nbytes for index in missing.values())
+    def _placed(self, missing: dict[bytes, int], contents: Sequence[memoryview]) -> list[Piece]:
+        needed = Counter([contents[place].nbytes for place in missing.values()])
         slots = {size: deque(self._space.take(size, num_slots)) for size, num_slots in needed.items()}
         pieces = []
-        for key, index in missing.items():
-            contents = wanted[index][1]
-            if not slots[contents.nbytes]:
+        for key, place in missing.items():
+            left = slots[contents[place].nbytes]
+            if not left:
                 break
-            self._pending[key] = entry = Entry(key, *slots[contents.nbytes].popleft())
-            pieces.append(Piece(entry, contents, index))
+            self._pending[key] = entry = Entry(key, *left.popleft())
+            pieces.append(Piece(entry, contents[place], place))
         for rest in slots.values():
             self._space.give(rest)
         return pieces
 
     def _publish(
         self,
-        wanted: Sequence[Contents],
+        wanted: Wanted,
         held: Sequence[Entry],
         pieces: Sequence[Piece],
         written: Collection[int],
@@ -270,13 +279,14 @@ class DiskStore:
     ) -> int:
         """Let the first pieces be found, as far as all were written, and return how many of the wanted are there."""
         with self._changed:
-            stamps = self._stamps(len(wanted))
-            end = min((piece.place for piece in pieces if piece.place not in written), default=len(wanted))
+            num_wanted = len(wanted.keys)
+            stamps = self._stamps(num_wanted)
+            end = min((piece.place for piece in pieces if piece.place not in written), default=num_wanted)
             ready = [piece for piece in pieces if piece.place < end and not piece.entry.is_dropped]
             recorded = self._traffic.record(ready, stamps, failed)
             self._settle(pieces, recorded, failed)
             self._unpin(held)
-            found = [self._entry(key, contents.nbytes) for key, contents in wanted]
+            found = self._entries(*wanted)
             there = [(entry, stamp) for entry, stamp in zip(found, stamps, strict=True) if entry is not None]
             self._use([entry for entry, _ in there], [stamp for _, stamp in there])
             self._counts.add(num_put=len(recorded))
@@ -297,12 +307,8 @@ class DiskStore:
 
     def _hold(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Piece]:
         with self._changed:
-            found = map(self._entry, keys, [buffer.nbytes for buffer in buffers])
-            pieces = [
-                Piece(entry, buffer, place)
-                for place, (entry, buffer) in enumerate(zip(found, buffers, strict=True))
-                if entry is not None
-            ]
+            found = zip(self._entries(keys, buffers), buffers, range(len(keys)), strict=True)
+            pieces = [Piece(entry, buffer, place) for entry, buffer, place in found if entry is not None]
             self._pin([piece.entry for piece in pieces])
             return pieces
 
