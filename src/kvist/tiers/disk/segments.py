@@ -202,11 +202,13 @@ class Segment:
                 self.stamps[slot] = max(record.stamp, int(self.stamps[slot]))
                 yield Entry(record.key, self, slot, record.checksum)
 
-    def write_records(self, entries: Sequence[Entry], stamps: Sequence[int]) -> None:
+    def sealed(self, entry: Entry, stamp: int) -> bytes:
+        """Return the record of an entry that was put at a time."""
+        return self._seal.sealed(entry.key, entry.checksum, stamp)
+
+    def write_records(self, slot: int, sealed: Sequence[bytes]) -> None:
         """Say what is in neighbouring slots; raises OSError."""
-        sealed, pairs = self._seal.sealed, zip(entries, stamps, strict=True)
-        said = b"".join([sealed(entry.key, entry.checksum, stamp) for entry, stamp in pairs])
-        write_fully(self.files, self.file, [said], entries[0].slot * RECORD_BYTES)
+        write_fully(self.files, self.file, [b"".join(sealed)], slot * RECORD_BYTES)
 
     def clear(self, slot: int, num_slots: int = 1) -> None:
         """Say that neighbouring slots hold nothing; raises OSError."""

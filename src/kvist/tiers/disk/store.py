@@ -128,13 +128,13 @@ class DiskStore:
         num_there = 0
         with self._busy() as may:
             if may:
-                held, pieces = self._reserve(wanted)
-                written: set[int] = set()
+                held, pieces, stamps = self._reserve(wanted)
+                said: dict[int, bytes] = {}
                 failed: set[int] = set()
                 try:
-                    self._traffic.write(pieces, written, failed)
+                    self._traffic.write(pieces, stamps, said, failed)
                 finally:
-                    num_there = self._publish(wanted, held, pieces, written, failed)
+                    num_there = self._publish(wanted, held, pieces, said, failed)
         self._counts.add(num_refused=len(wanted.keys) - num_there)
         return num_there
 
@@ -242,8 +242,11 @@ class DiskStore:
 
     # Putting: slots are reserved, contents written without the lock, and only then it is said what is in the slots.
 
-    def _reserve(self, wanted: Wanted) -> tuple[list[Entry], list[Piece]]:
-        """Hold what is there already, and give slots to the first of the rest, as many as there are."""
+    def _reserve(self, wanted: Wanted) -> tuple[list[Entry], list[Piece], range]:
+        """Hold what is there already, and give slots to the first of the rest, as many as there are.
+
+        Returns both, and the times that records shall tell, by place.
+        """
         held: list[Entry] = []
         missing: dict[bytes, int] = {}
         with self._changed:
@@ -253,7 +256,7 @@ class DiskStore:
                 elif key not in self._pending:
                     missing.setdefault(key, place)
             self._pin(held)
-            return held, self._placed(missing, wanted.contents)
+            return held, self._placed(missing, wanted.contents), self._stamps(len(wanted.keys))
 
     def _placed(self, missing: dict[bytes, int], contents: Sequence[memoryview]) -> list[Piece]:
         needed = Counter([contents[place].nbytes for place in missing.values()])
@@ -274,21 +277,18 @@ class DiskStore:
         wanted: Wanted,
         held: Sequence[Entry],
         pieces: Sequence[Piece],
-        written: Collection[int],
+        said: Mapping[int, bytes],
         failed: set[int],
     ) -> int:
         """Let the first pieces be found, as far as all were written, and return how many of the wanted are there."""
         with self._changed:
-            num_wanted = len(wanted.keys)
-            stamps = self._stamps(num_wanted)
-            end = min((piece.place for piece in pieces if piece.place not in written), default=num_wanted)
+            end = min((piece.place for piece in pieces if piece.place not in said), default=len(wanted.keys))
             ready = [piece for piece in pieces if piece.place < end and not piece.entry.is_dropped]
-            recorded = self._traffic.record(ready, stamps, failed)
+            recorded = self._traffic.record(ready, said, failed)
             self._settle(pieces, recorded, failed)
             self._unpin(held)
-            found = self._entries(*wanted)
-            there = [(entry, stamp) for entry, stamp in zip(found, stamps, strict=True) if entry is not None]
-            self._use([entry for entry, _ in there], [stamp for _, stamp in there])
+            there = [entry for entry in self._entries(*wanted) if entry is not None]
+            self._use(there)
             self._counts.add(num_put=len(recorded))
             return len(there)
 
@@ -318,7 +318,7 @@ class DiskStore:
                 self._forget([piece.entry for piece in pieces if piece.place in bad and not piece.entry.is_dropped])
             self._unpin([piece.entry for piece in pieces])
             used = [piece.entry for piece in pieces if piece.place in whole and not piece.entry.is_dropped]
-            self._use(used, self._stamps(len(used)))
+            self._use(used)
 
     # All of these need the lock.
 
@@ -327,9 +327,9 @@ class DiskStore:
         self._tick += num_uses
         return range(self._tick, self._tick - num_uses, -1)
 
-    def _use(self, entries: Sequence[Entry], stamps: Sequence[int]) -> None:
+    def _use(self, entries: Sequence[Entry]) -> None:
         """Make entries the last used, the first of them the very last."""
-        self._space.use(reversed(entries), reversed(stamps))
+        self._space.use(reversed(entries), reversed(self._stamps(len(entries))))
         self._num_unsaved_uses += len(entries)
         if self._num_unsaved_uses >= USES_BETWEEN_SAVES:
             self._num_unsaved_uses = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from kvist.tiers.counting import Counts
@@ -35,31 +35,31 @@ class Traffic:
         """End the thread that helps."""
         self._helper.close()
 
-    def write(self, pieces: Sequence[Piece], written: set[int], failed: set[int]) -> None:
-        """Write contents until something fails."""
+    def write(self, pieces: Sequence[Piece], stamps: Sequence[int], said: dict[int, bytes], failed: set[int]) -> None:
+        """Write contents until something fails, and prepare what is then to be said of each, by its place."""
         queues = _halves(runs(pieces, self._io.part_bytes))
 
         def write(run: Run) -> None:
-            places = [piece.place for piece in run.pieces]
             try:
                 self._io.write(run)
             except OSError:
                 self._counts.add(num_errors=1)
-                failed.update(places)
+                failed.update([piece.place for piece in run.pieces])
                 for queue in queues:
                     queue.clear()
             else:
-                written.update(places)
+                sealed = run.segment.sealed
+                said.update({place: sealed(entry, stamps[place]) for entry, _, place in run.pieces})
 
         self._work_off(queues, write)
 
-    def record(self, pieces: Sequence[Piece], stamps: Sequence[int], failed: set[int]) -> set[int]:
+    def record(self, pieces: Sequence[Piece], said: Mapping[int, bytes], failed: set[int]) -> set[int]:
         """Say on disk what is in the slots, until that fails; returns the places of which it was said."""
         recorded: set[int] = set()
         for run in runs(pieces, UNLIMITED_BYTES):
             places = [piece.place for piece in run.pieces]
             try:
-                run.segment.write_records([piece.entry for piece in run.pieces], [stamps[place] for place in places])
+                run.segment.write_records(run.first, [said[place] for place in places])
             except OSError:
                 self._counts.add(num_errors=1)
                 failed.update(places)
