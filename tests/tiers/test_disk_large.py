@@ -5,7 +5,7 @@ from collections import deque
 from threading import Event, Thread, get_ident
 
 import pytest
-from tests.tiers.disks import found, num_bytes, opened, put, room, segments
+from tests.tiers.disks import found, key, num_bytes, opened, put, room, segments
 
 from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
 from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES
@@ -33,6 +33,17 @@ def test_blocks_larger_than_a_part_come_back_whole_now_and_after_a_restart(tmp_p
     with opened(tmp_path, room(4, size), format_of(size)) as store:
         assert found(store, 1, 2, 3, size=size) == [1, 2, 3]
         assert (store.stats().num_corrupt, store.stats().num_errors) == (0, 0)
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_large_block_that_is_written_later_leaves_its_neighbour_as_it_is(tmp_path, io):
+    three_slots = 8192 + 4 * Geometry(0, PADDED, 3).num_bytes
+    with opened(tmp_path, three_slots, format_of(PADDED), io=io) as store:
+        put(store, 0, 1, 2, size=PADDED)
+        store.drop(key(0))
+        assert put(store, 3, size=PADDED) == 1  # in the slot before that of 1
+        assert found(store, 1, 2, 3, size=PADDED) == [1, 2, 3]
+        assert len(segments(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("offset", [0, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES, PADDED - 1])

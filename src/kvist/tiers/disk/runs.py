@@ -128,11 +128,11 @@ class Buffered:
 
     def _parts(self, run: Run, padding: memoryview) -> Iterator[tuple[int, list[Buffer]]]:
         """Where each part of a large slot begins, and the buffers for it; the last one has the padding."""
-        contents = run.pieces[0].buffer
+        contents, num_padding = run.pieces[0].buffer, run.segment.num_padding
         for begin in range(0, len(contents), self.part_bytes):
             part = contents[begin : begin + self.part_bytes]
             is_last = begin + len(part) == len(contents)
-            yield begin, [part, padding] if is_last and run.segment.num_padding else [part]
+            yield begin, [part, padding[:num_padding]] if is_last and num_padding else [part]
 
     def _file(self, run: Run) -> int:
         return run.segment.file
