@@ -1,24 +1,31 @@
-"""What part of a plain file's speed do puts into and gets from a disk store reach, and how fast is its start?
+"""What part of the speed of `dd` and `fio` do puts into and gets from a disk store reach, and how fast is its start?
 
-The reference writes or reads one file with the same block size, call by call, as `dd` does, and checks nothing; it
-reads into the same buffers as the store (`dd` has one, which stays in the processor's cache; that matters where the
-disk does not). The store is full, so that each put evicts as many blocks; the reference overwrites its file. `to disk`
-ends with fsync, `to cache` does not; `cold` reads after the page cache was told to forget, `warm` from it; `direct`
-passes it by. All times are those on the wall, for devices are waited for.
+`dd`, `fio` (psync, one job) and a loop of our own write or read one file with the same block size, call by call, and
+check nothing. What the two programs say they took counts, without their start. Both have one buffer, which stays in
+the processor's cache; the loop reads into and writes from as many as the store. Where one of them is missing, it says
+so and the others remain; the loop has a target only where it is alone. The store is full, so that each put evicts as
+many blocks; the references overwrite their file. `to disk` ends with fsync, `to cache` does not; `cold` reads after
+the page cache was told to forget, `warm` from it; `direct` passes it by. All times are those on the wall, for devices
+are waited for, and medians of turns; a store takes two threads where there are cores for them, the others one.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import re
 import sqlite3
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from shutil import which
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -26,11 +33,13 @@ import numpy as np
 
 from kvist.tiers.disk import DiskStore
 from kvist.tiers.protocol import StoreFormat
-from report import AtMost, AtMostTimes, Options, Row, Target, main
+from report import AtMost, AtMostTimes, Options, Row, main
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 SEVENTY_PERCENT = AtMostTimes(1 / 0.7)
+PLAIN = "plain file"
+COPIED = re.compile(r"copied, ([0-9.e+-]+) s")
 BATCH_BYTES = 64 * MIB
 NUM_SCANNED = 100_000
 SCANNED_BYTES = 4 * KIB
@@ -40,15 +49,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`call` is timed after `prepare`."""
+    """`call` is timed after `prepare`, unless it returns the seconds that count."""
 
-    call: Callable[[], object]
+    call: Callable[[], float | None]
     prepare: Callable[[], object] = lambda: None
 
 
 def measure(options: Options) -> list[Row]:
     """All block sizes through the page cache and past it, then the start."""
-    total, repeats = (16 * MIB, 1) if options.quick else (256 * MIB, 7)
+    total, repeats = (16 * MIB, 1) if options.quick else (256 * MIB, 5)
     rows = []
     for block_bytes in BLOCK_BYTES[:1] if options.quick else BLOCK_BYTES:
         with TemporaryDirectory(dir=".") as folder:
@@ -62,17 +71,14 @@ def measure(options: Options) -> list[Row]:
 def through_the_cache(folder: Path, block_bytes: int, total: int, repeats: int) -> list[Row]:
     """Puts and gets with io="buffered"."""
     with full_store(folder / "store", block_bytes, total, "buffered") as subject:
-        plain = PlainFile(folder / "plain", subject, os.O_RDWR)
-        contestants = {
-            "put to disk": (
-                Contestant(partial(in_order, subject.put, subject.sync)),
-                Contestant(partial(in_order, plain.write, plain.sync)),
-            ),
-            "put to cache": (Contestant(subject.put, subject.sync), Contestant(plain.write, plain.sync)),
-            "get cold": (Contestant(subject.get, subject.forget), Contestant(plain.read, plain.forget)),
-            "get warm": (Contestant(subject.get, subject.get), Contestant(plain.read, plain.read)),
+        plain = PlainFile(folder / "plain", subject)
+        ours = {
+            "put to disk": Contestant(partial(in_order, subject.put, subject.sync)),
+            "put to cache": Contestant(subject.put, subject.sync),
+            "get cold": Contestant(subject.get, subject.forget),
+            "get warm": Contestant(subject.get, subject.get),
         }
-        return compared(contestants, block_bytes, total, repeats, SEVENTY_PERCENT)
+        return compared(ours, plain, repeats)
 
 
 def past_the_cache(folder: Path, block_bytes: int, total: int, repeats: int) -> list[Row]:
@@ -80,35 +86,40 @@ def past_the_cache(folder: Path, block_bytes: int, total: int, repeats: int) -> 
     with full_store(folder / "store", block_bytes, total, "direct") as subject:
         if not subject.store.is_direct:
             return []
-        plain = PlainFile(folder / "plain", subject, os.O_RDWR | os.O_DIRECT)
-        contestants = {
-            "put direct": (Contestant(subject.put), Contestant(plain.write)),
-            "get direct": (Contestant(subject.get), Contestant(plain.read)),
-        }
-        return compared(contestants, block_bytes, total, repeats, SEVENTY_PERCENT)
+        plain = PlainFile(folder / "plain", subject)
+        return compared({"put direct": Contestant(subject.put), "get direct": Contestant(subject.get)}, plain, repeats)
 
 
-def compared(
-    contestants: Mapping[str, tuple[Contestant, Contestant]], block_bytes: int, total: int, repeats: int, target: Target
-) -> list[Row]:
-    """A row for each pair of subject and reference, timed in turns."""
+def compared(ours: Mapping[str, Contestant], plain: PlainFile, repeats: int) -> list[Row]:
+    """A row for each subject and reference, timed in turns."""
     rows = []
-    for name, pair in contestants.items():
-        subject, reference = (seconds / total * 2**30 for seconds in in_turns(pair, repeats))
-        rows.append(
-            Row(
-                name=f"{name}, blocks of {block_bytes // KIB} KiB",
-                value=subject,
-                unit="s/GiB",
-                reference=reference,
-                reference_name="plain file",
-                target=target,
+    for name, contestant in ours.items():
+        references = {writer: plain.contestant(name, writer) for writer in available()}
+        subject, *others = in_turns((contestant, *references.values()), repeats)
+        for writer, seconds in zip(references, others, strict=True):
+            rows.append(
+                Row(
+                    name=f"{name}, blocks of {plain.block_bytes // KIB} KiB",
+                    value=subject / plain.total * 2**30,
+                    unit="s/GiB",
+                    reference=seconds / plain.total * 2**30,
+                    reference_name=writer,
+                    target=SEVENTY_PERCENT if writer != PLAIN or len(references) == 1 else None,
+                )
             )
-        )
     return rows
 
 
-def in_order(*calls: Callable[[], object]) -> None:
+@cache
+def available() -> tuple[str, ...]:
+    """The references that there are; says why one is not."""
+    missing = [name for name in ("fio", "dd") if which(name) is None]
+    for name in missing:
+        print(f"{name} is not installed; its rows are left out, the others remain", file=sys.stderr)
+    return (*(name for name in ("fio", "dd") if name not in missing), PLAIN)
+
+
+def in_order(*calls: Callable[[], None]) -> None:
     """Make calls one after the other."""
     for call in calls:
         call()
@@ -136,8 +147,8 @@ def in_turns(contestants: tuple[Contestant, ...], repeats: int) -> list[float]:
         for index in np.roll(range(len(contestants)), repetition).tolist():
             contestants[index].prepare()
             began = time.perf_counter()
-            contestants[index].call()
-            samples[index].append(time.perf_counter() - began)
+            told = contestants[index].call()
+            samples[index].append(time.perf_counter() - began if told is None else told)
     return [statistics.median(each[1:]) for each in samples]
 
 
@@ -194,23 +205,75 @@ def full_store(directory: Path, block_bytes: int, total: int, io: str) -> Iterat
 
 
 class PlainFile:
-    """One file, written and read block by block, from and into the memory that the store's blocks use."""
+    """One file, written and read block by block, by this process, `dd` or `fio`.
 
-    def __init__(self, path: Path, like: FullStore, flags: int) -> None:
-        self.path, self.flags, self.like = path, flags, like
+    This process takes the memory that the store's blocks use.
+    """
+
+    def __init__(self, path: Path, like: FullStore) -> None:
+        self.path, self.like = path, like
+        self.block_bytes, self.total = len(like.contents[0]), len(like.contents) * len(like.contents[0])
         self.path.touch()
         self.write()
         sync(path)
 
-    def write(self) -> None:
+    def contestant(self, name: str, writer: str) -> Contestant:
+        """What does the same as a subject, by the name of that."""
+        acts = {"fio": self.fio, "dd": self.dd, PLAIN: self.loop}
+        prepare = {"put to cache": self.sync, "get cold": self.forget, "get warm": self.read}.get(name, lambda: None)
+        return Contestant(partial(acts[writer], name), prepare)
+
+    def loop(self, name: str) -> None:
+        """By this process."""
+        flags = os.O_RDWR | (os.O_DIRECT if "direct" in name else 0)
+        (self.write if "put" in name else self.read)(flags)
+        if name == "put to disk":
+            self.sync()
+
+    def dd(self, name: str) -> float:
+        """By `dd`; returns the seconds that it tells."""
+        size = [f"bs={self.block_bytes}", f"count={len(self.like.contents)}"]
+        if "put" in name:
+            ends = ["if=/dev/zero", f"of={self.path}", "conv=notrunc" + ",fsync" * (name == "put to disk")]
+        else:
+            ends = [f"if={self.path}", "of=/dev/null"]
+        direct = [("oflag" if "put" in name else "iflag") + "=direct"] if "direct" in name else []
+        found = COPIED.search(said(["dd", *ends, *size, *direct], "stderr"))
+        if found is None:
+            raise RuntimeError("dd tells no time that we understand")
+        return float(found[1])
+
+    def fio(self, name: str) -> float:
+        """By `fio`; returns the seconds that it tells, which are whole milliseconds."""
+        way = "write" if "put" in name else "read"
+        settings = {
+            "name": "reference",
+            "filename": self.path,
+            "rw": way,
+            "bs": self.block_bytes,
+            "size": self.total,
+            "ioengine": "psync",
+            "direct": int("direct" in name),
+            "end_fsync": int(name == "put to disk"),
+            "invalidate": 0,
+            "fadvise_hint": 0,
+            "fallocate": "none",
+            "gtod_reduce": 1,
+            "scramble_buffers": 0,
+            "output-format": "json",
+        }
+        told = json.loads(said(["fio", *(f"--{setting}={value}" for setting, value in settings.items())], "stdout"))
+        return float(told["jobs"][0][way]["runtime"]) / 1000
+
+    def write(self, flags: int = os.O_RDWR) -> None:
         """Overwrite it all."""
-        with opened(self.path, self.flags) as file:
+        with opened(self.path, flags) as file:
             for block in self.like.contents:
                 os.write(file, block)
 
-    def read(self) -> None:
+    def read(self, flags: int = os.O_RDWR) -> None:
         """Read it all."""
-        with opened(self.path, self.flags) as file:
+        with opened(self.path, flags) as file:
             for number in range(self.like.num_blocks):
                 os.readv(file, [self.like.buffers[number % self.like.num_batch]])
 
@@ -221,6 +284,13 @@ class PlainFile:
     def forget(self) -> None:
         """Have the page cache forget."""
         forget(self.path)
+
+
+def said(command: Sequence[str], stream: str) -> str:
+    """What a program says, which must succeed."""
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return str(getattr(done, stream))
 
 
 @contextmanager

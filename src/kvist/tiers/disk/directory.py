@@ -13,7 +13,7 @@ from typing import Any
 from kvist.errors import ConfigError
 from kvist.tiers.disk.checksums import checksum_named, preferred_checksum
 from kvist.tiers.disk.files import Files, read_fully, write_fully
-from kvist.tiers.disk.segments import Geometry
+from kvist.tiers.disk.segments import Geometry, Seal
 from kvist.tiers.protocol import StoreFormat
 
 __all__ = ["OVERHEAD_BYTES", "Directory"]
@@ -45,7 +45,7 @@ class Directory:
         except BaseException:
             self.close()
             raise
-        self.seal_key = sha256(store_format.fingerprint + self.checksum.encode()).digest()
+        self.seal = Seal(sha256(store_format.fingerprint + self.checksum.encode()).digest())
 
     def _check_contents(self) -> None:
         names = self.files.names()

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from kvist.tiers.disk.checksums import Checksum
 from kvist.tiers.disk.files import Buffer, read_fully, write_fully
 from kvist.tiers.disk.segments import ALIGNMENT, Entry, Segment
 
-__all__ = ["Buffered", "Direct", "Piece", "Run", "runs"]
+__all__ = ["MAX_RUN_SLOTS", "Buffered", "Direct", "Piece", "Run", "runs"]
 
-RUN_BYTES = 1 << 20
-"""Of one call and the checksums after it: what still lies in the processor's cache then."""
+PART_BYTES = 1 << 19
+"""Of one call and the checksums beside it. A copy takes twice that of the processor's own cache, and a checksum of what
+lies there takes half the time. Larger blocks are cut."""
 
-DIRECT_RUN_BYTES = 1 << 22
+DIRECT_PART_BYTES = 1 << 22
 """Of one call past the page cache, where nothing reads ahead: long ones keep the device busy."""
 
 MAX_RUN_SLOTS = 256
@@ -36,31 +37,22 @@ class Piece(NamedTuple):
     place: int
 
 
-@dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces in neighbouring slots of one segment, in order."""
+    """Pieces in neighbouring slots of one segment, in order; `offset` is where the `first` slot is in the file."""
 
-    pieces: Sequence[Piece]
+    __slots__ = ("first", "num_slots", "offset", "pieces", "segment")
 
-    @property
-    def segment(self) -> Segment:
-        """The segment."""
-        return self.pieces[0].entry.segment
-
-    @property
-    def first(self) -> int:
-        """The first slot."""
-        return self.pieces[0].entry.slot
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        entry = pieces[0].entry
+        self.pieces, self.num_slots = pieces, len(pieces)
+        self.segment: Segment = entry.segment
+        self.first: int = entry.slot
+        self.offset = entry.segment.first_offset + entry.slot * entry.segment.slot_bytes
 
     @property
-    def offset(self) -> int:
-        """Where the first slot is in the file."""
-        return self.segment.geometry.slot_offset(self.first)
-
-    @property
-    def num_slots(self) -> int:
-        """How many slots."""
-        return len(self.pieces)
+    def num_bytes(self) -> int:
+        """Bytes of all its slots."""
+        return self.num_slots * self.segment.slot_bytes
 
     def follows(self, other: Run) -> bool:
         """Whether the other run ends where this one begins."""
@@ -74,26 +66,25 @@ class Run:
 def runs(pieces: Iterable[Piece], num_bytes: int) -> list[Run]:
     """Cut pieces into runs of at most about `num_bytes`, in the order of their slots."""
     found: list[list[Piece]] = []
-    last: Entry | None = None
-    room = 0
-    for piece in sorted(pieces, key=attrgetter("entry.segment.name", "entry.slot")):
-        entry = piece.entry
-        if room and last is not None and last.segment is entry.segment and last.slot + 1 == entry.slot:
+    next_position, room = -1, 0
+    for piece in sorted(pieces, key=attrgetter("entry.position")):
+        position = piece.entry.position
+        if room and position == next_position:
             found[-1].append(piece)
             room -= 1
         else:
             found.append([piece])
-            room = min(num_bytes // entry.segment.slot_bytes, MAX_RUN_SLOTS) - 1
-        last = entry
+            room = min(max(1, num_bytes // piece.entry.segment.slot_bytes), MAX_RUN_SLOTS) - 1
+        next_position = position + 1
     return [Run(each) for each in found]
 
 
 class Buffered:
     """Moves contents through the page cache, straight from and into the callers' buffers."""
 
-    run_bytes = RUN_BYTES
+    part_bytes = PART_BYTES
 
-    def __init__(self, checksum: Callable[[memoryview], int]) -> None:
+    def __init__(self, checksum: Checksum) -> None:
         self._checksum = checksum
 
     def expect(self, run: Run) -> None:
@@ -103,29 +94,48 @@ class Buffered:
 
     def write(self, run: Run) -> None:
         """Write contents into their slots, and note their checksums; raises OSError."""
+        if run.segment.slot_bytes > self.part_bytes:
+            self._write_in_parts(run)
+            return
         for piece in run.pieces:
-            piece.entry.checksum = self._checksum(piece.buffer)
-        write_fully(run.segment.files, self._file(run), self._padded(run, PADDING), run.offset)
+            piece.entry.checksum = self._checksum.whole(piece.buffer)
+        write_fully(run.segment.files, self._file(run), _padded(run, PADDING), run.offset)
+
+    def _write_in_parts(self, run: Run) -> None:
+        piece, checksum = run.pieces[0], self._checksum.begun()
+        for begin, buffers in self._parts(run, PADDING):
+            checksum.update(piece.buffer[begin : begin + self.part_bytes])
+            write_fully(run.segment.files, self._file(run), buffers, run.offset + begin)
+        piece.entry.checksum = checksum.intdigest()
 
     def read(self, run: Run) -> list[bool]:
         """Read contents from their slots, and say of each whether it is what was written; raises OSError."""
-        scratch = memoryview(bytearray(ALIGNMENT))
-        num_bytes = read_fully(run.segment.files, self._file(run), self._padded(run, scratch), run.offset)
-        slot_bytes, block_bytes = run.segment.geometry.slot_bytes, run.segment.geometry.block_bytes
+        if run.segment.slot_bytes > self.part_bytes:
+            return [self._read_in_parts(run)]
+        num_bytes = read_fully(run.segment.files, self._file(run), _padded(run, _scratch(run)), run.offset)
+        slot_bytes, block_bytes, whole = run.segment.slot_bytes, run.segment.block_bytes, self._checksum.whole
         return [
-            nth * slot_bytes + block_bytes <= num_bytes and self._checksum(piece.buffer) == piece.entry.checksum
-            for nth, piece in enumerate(run.pieces)
+            end <= num_bytes and whole(piece.buffer) == piece.entry.checksum
+            for end, piece in zip(range(block_bytes, run.num_bytes + 1, slot_bytes), run.pieces, strict=True)
         ]
+
+    def _read_in_parts(self, run: Run) -> bool:
+        piece, checksum, num_bytes = run.pieces[0], self._checksum.begun(), 0
+        for begin, buffers in self._parts(run, _scratch(run)):
+            num_bytes += read_fully(run.segment.files, self._file(run), buffers, run.offset + begin)
+            checksum.update(piece.buffer[begin : begin + self.part_bytes])
+        return num_bytes >= run.segment.block_bytes and checksum.intdigest() == piece.entry.checksum
+
+    def _parts(self, run: Run, padding: memoryview) -> Iterator[tuple[int, list[Buffer]]]:
+        """Where each part of a large slot begins, and the buffers for it; the last one has the padding."""
+        contents, num_padding = run.pieces[0].buffer, run.segment.num_padding
+        for begin in range(0, len(contents), self.part_bytes):
+            part = contents[begin : begin + self.part_bytes]
+            is_last = begin + len(part) == len(contents)
+            yield begin, [part, padding[:num_padding]] if is_last and num_padding else [part]
 
     def _file(self, run: Run) -> int:
         return run.segment.file
-
-    def _padded(self, run: Run, padding: memoryview) -> list[Buffer]:
-        geometry = run.segment.geometry
-        num_padding = geometry.slot_bytes - geometry.block_bytes
-        if not num_padding:
-            return [piece.buffer for piece in run.pieces]
-        return [part for piece in run.pieces for part in (piece.buffer, padding[:num_padding])]
 
 
 class Direct(Buffered):
@@ -134,11 +144,11 @@ class Direct(Buffered):
     A segment that cannot be opened like this goes through the page cache.
     """
 
-    run_bytes = DIRECT_RUN_BYTES
+    part_bytes = DIRECT_PART_BYTES
 
-    def __init__(self, checksum: Callable[[memoryview], int], max_block_bytes: int) -> None:
+    def __init__(self, checksum: Checksum, max_block_bytes: int) -> None:
         super().__init__(checksum)
-        self._num_bytes = max(DIRECT_RUN_BYTES, -(-max_block_bytes // ALIGNMENT) * ALIGNMENT)
+        self._num_bytes = max(DIRECT_PART_BYTES, -(-max_block_bytes // ALIGNMENT) * ALIGNMENT)
         self._spare: list[mmap.mmap] = []
 
     def expect(self, run: Run) -> None:
@@ -149,14 +159,14 @@ class Direct(Buffered):
         if _is_aligned(run):
             super().write(run)
             return
-        pages, geometry = self._take(), run.segment.geometry
+        pages, segment = self._take(), run.segment
         try:
             for nth, piece in enumerate(run.pieces):
-                piece.entry.checksum = self._checksum(piece.buffer)
-                begin = nth * geometry.slot_bytes
-                pages[begin : begin + geometry.block_bytes] = piece.buffer
-            with memoryview(pages) as view, view[: run.num_slots * geometry.slot_bytes] as filled:
-                write_fully(run.segment.files, self._file(run), [filled], run.offset)
+                piece.entry.checksum = self._checksum.whole(piece.buffer)
+                begin = nth * segment.slot_bytes
+                pages[begin : begin + segment.block_bytes] = piece.buffer
+            with memoryview(pages) as view, view[: run.num_bytes] as filled:
+                write_fully(segment.files, self._file(run), [filled], run.offset)
         finally:
             self._spare.append(pages)
 
@@ -164,19 +174,19 @@ class Direct(Buffered):
         """Read contents from their slots, and say of each whether it is what was written; raises OSError."""
         if _is_aligned(run):
             return super().read(run)
-        pages, geometry = self._take(), run.segment.geometry
+        pages = self._take()
         try:
-            with memoryview(pages) as view, view[: run.num_slots * geometry.slot_bytes] as wanted:
+            with memoryview(pages) as view, view[: run.num_bytes] as wanted:
                 num_bytes = read_fully(run.segment.files, self._file(run), [wanted], run.offset)
                 return [self._copied(piece, nth, wanted, num_bytes) for nth, piece in enumerate(run.pieces)]
         finally:
             self._spare.append(pages)
 
     def _copied(self, piece: Piece, nth: int, pages: memoryview, num_bytes: int) -> bool:
-        geometry = piece.entry.segment.geometry
-        begin = nth * geometry.slot_bytes
-        contents = pages[begin : begin + geometry.block_bytes]
-        if begin + geometry.block_bytes > num_bytes or self._checksum(contents) != piece.entry.checksum:
+        segment = piece.entry.segment
+        begin = nth * segment.slot_bytes
+        contents = pages[begin : begin + segment.block_bytes]
+        if begin + segment.block_bytes > num_bytes or self._checksum.whole(contents) != piece.entry.checksum:
             return False
         piece.buffer[:] = contents
         return True
@@ -185,11 +195,24 @@ class Direct(Buffered):
         return run.segment.file if run.segment.direct is None else run.segment.direct
 
     def _take(self) -> mmap.mmap:
-        return self._spare.pop() if self._spare else mmap.mmap(-1, self._num_bytes)
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return mmap.mmap(-1, self._num_bytes)
+
+
+def _padded(run: Run, padding: memoryview) -> list[Buffer]:
+    if not run.segment.num_padding:
+        return [piece.buffer for piece in run.pieces]
+    return [part for piece in run.pieces for part in (piece.buffer, padding[: run.segment.num_padding])]
+
+
+def _scratch(run: Run) -> memoryview:
+    """Where padding is read to, which is nothing but padding."""
+    return memoryview(bytearray(run.segment.num_padding))
 
 
 def _is_aligned(run: Run) -> bool:
-    geometry = run.segment.geometry
-    return geometry.slot_bytes == geometry.block_bytes and not any(
+    return not run.segment.num_padding and not any(
         np.frombuffer(piece.buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT for piece in run.pieces
     )

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.tiers.disk.files import Files, read_fully, write_fully
 
-__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Segment"]
+__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment"]
 
 ALIGNMENT = 4096
 """Slots begin and end at pages: the page cache never has to read what is to be written, and direct I/O is possible."""
@@ -25,7 +26,10 @@ STAMP_BYTES = 8
 MAX_STAMP = 1 << 62
 """Greater stamps are damaged ones."""
 
-PARTS = Struct("<8sB64sQQ")
+MAX_SLOTS = 1 << 40
+"""More than a name can say."""
+
+PARTS = Struct("<8sB64sQQ39x")
 NAME = re.compile(r"(\d{8})-([1-9]\d{0,14})x([1-9]\d{0,9})\.blocks")
 
 
@@ -101,46 +105,60 @@ class Geometry:
         return self.header_bytes + slot * self.slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What is said of a slot's contents. A record is valid only with its seal, a digest keyed with the format.
-
-    So a record of another format, or a damaged one, is none. `stamp` is the time it was put, in uses of the store.
-    """
+class Record(NamedTuple):
+    """What is said of a slot's contents. `stamp` is the time it was put, in uses of the store."""
 
     key: bytes
     checksum: int
     stamp: int
 
-    def sealed(self, seal_key: bytes) -> bytes:
+
+class Seal:
+    """Makes records valid, and tells those that are: each begins with a digest of the rest, keyed with the format.
+
+    So a record of another format, or a damaged one, is none.
+
+    >>> seal = Seal(b"a format")
+    >>> seal.opened(seal.sealed(b"a key", 7, 1))
+    Record(key=b'a key', checksum=7, stamp=1)
+    >>> seal.opened(Seal(b"another").sealed(b"a key", 7, 1)) is None
+    True
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._begun = blake2b(digest_size=8, key=key)  # a copy takes half the time of a new one
+
+    def sealed(self, key: bytes, checksum: int, stamp: int) -> bytes:
         """Return the 128 bytes that say it."""
-        said = PARTS.pack(b"", len(self.key), self.key, self.checksum, self.stamp).ljust(RECORD_BYTES, b"\0")[8:]
-        return _seal(said, seal_key) + said
+        said = PARTS.pack(b"", len(key), key, checksum, stamp)[8:]
+        return self._digest(said) + said
 
-    @classmethod
-    def unsealed(cls, said: bytes, seal_key: bytes) -> Record | None:
+    def opened(self, said: bytes) -> Record | None:
         """Return what 128 bytes say, or None if the seal does not fit them."""
-        seal, key_bytes, key, checksum, stamp = PARTS.unpack_from(said)
-        if seal != _seal(said[8:], seal_key):
+        digest, key_bytes, key, checksum, stamp = PARTS.unpack(said)
+        if digest != self._digest(said[8:]):
             return None
-        return cls(key[:key_bytes], checksum, stamp)
+        return Record(key[:key_bytes], checksum, stamp)
 
-
-def _seal(said: bytes, seal_key: bytes) -> bytes:
-    return blake2b(said, digest_size=8, key=seal_key).digest()
+    def _digest(self, said: bytes) -> bytes:
+        digest = self._begun.copy()
+        digest.update(said)
+        return digest.digest()
 
 
 class Entry:
     """Contents that are in a slot, or are being written there.
 
+    `position` is that of its slot among all that are open: neighbours in a segment have neighbouring ones.
     `num_readers` read it at this moment, so that its slot must not be given to others. `is_dropped` says that it was
     dropped in the meantime: whoever is busy with it last lets go of it.
     """
 
-    __slots__ = ("checksum", "is_dropped", "key", "num_readers", "segment", "slot")
+    __slots__ = ("checksum", "is_dropped", "key", "num_readers", "position", "segment", "slot")
 
     def __init__(self, key: bytes, segment: Segment, slot: int, checksum: int = 0) -> None:
         self.key, self.segment, self.slot, self.checksum = key, segment, slot, checksum
+        self.position = segment.first_position + slot
         self.num_readers = 0
         self.is_dropped = False
 
@@ -153,16 +171,21 @@ class Entry:
 class Segment:
     """An open segment. `num_busy` counts entries being read or written: only at 0 may it be removed.
 
-    `last_use` is the greatest stamp of its entries, as far as they have been used since it was opened.
+    `last_use` is the greatest stamp of its entries, as far as they have been used since it was opened. `ordinal` is
+    another one for each segment that a store opens.
     """
 
-    def __init__(self, geometry: Geometry, files: Files, file: int, direct: int | None, seal_key: bytes) -> None:
+    def __init__(
+        self, geometry: Geometry, files: Files, file: int, direct: int | None, seal: Seal, ordinal: int
+    ) -> None:
         self.geometry, self.files, self.file, self.direct = geometry, files, file, direct
-        self.name, self.slot_bytes = geometry.name, geometry.slot_bytes
+        self.name, self.block_bytes, self.slot_bytes = geometry.name, geometry.block_bytes, geometry.slot_bytes
+        self.num_padding = self.slot_bytes - self.block_bytes
+        self.first_offset, self.first_position = geometry.slot_offset(0), ordinal * MAX_SLOTS
         self.stamps: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)
         self.last_use = self.num_busy = 0
         self.has_unwritten_stamps = False
-        self._seal_key = seal_key
+        self._seal = seal
 
     def entries(self) -> Iterator[Entry]:
         """Read the records, and give an entry for each valid one whose slot is whole in the file; sets the stamps."""
@@ -174,24 +197,18 @@ class Segment:
         length = self.files.num_bytes(self.file)
         seals = np.frombuffer(header, "<u8", geometry.stamps_offset // 8)[:: RECORD_BYTES // 8]
         for slot in np.flatnonzero(seals).tolist():
-            record = Record.unsealed(bytes(header[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]), self._seal_key)
+            record = self._seal.opened(bytes(header[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]))
             if record is not None and geometry.slot_offset(slot) + geometry.block_bytes <= length:
                 self.stamps[slot] = max(record.stamp, int(self.stamps[slot]))
                 yield Entry(record.key, self, slot, record.checksum)
 
-    def touch(self, slot: int, stamp: int) -> None:
-        """Note that a slot was used."""
-        self.stamps[slot] = stamp
-        self.last_use = max(self.last_use, stamp)
-        self.has_unwritten_stamps = True
+    def sealed(self, entry: Entry, stamp: int) -> bytes:
+        """Return the record of an entry that was put at a time."""
+        return self._seal.sealed(entry.key, entry.checksum, stamp)
 
-    def write_records(self, entries: Sequence[Entry], stamps: Sequence[int]) -> None:
+    def write_records(self, slot: int, sealed: Sequence[bytes]) -> None:
         """Say what is in neighbouring slots; raises OSError."""
-        said = [
-            Record(entry.key, entry.checksum, stamp).sealed(self._seal_key)
-            for entry, stamp in zip(entries, stamps, strict=True)
-        ]
-        write_fully(self.files, self.file, [b"".join(said)], entries[0].slot * RECORD_BYTES)
+        write_fully(self.files, self.file, [b"".join(sealed)], slot * RECORD_BYTES)
 
     def clear(self, slot: int, num_slots: int = 1) -> None:
         """Say that neighbouring slots hold nothing; raises OSError."""

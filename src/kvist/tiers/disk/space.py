@@ -6,11 +6,11 @@ import errno
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby, islice
+from itertools import islice, pairwise
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.files import Files
-from kvist.tiers.disk.segments import Entry, Geometry, Segment
+from kvist.tiers.disk.segments import Entry, Geometry, Seal, Segment
 
 __all__ = ["Slot", "Space"]
 
@@ -35,15 +35,15 @@ class Space:
     or, after an error, retired until the store is opened again.
     """
 
-    def __init__(self, files: Files, limit: int, sizes: Collection[int], seal_key: bytes, counts: Counts) -> None:
+    def __init__(self, files: Files, limit: int, sizes: Collection[int], seal: Seal, counts: Counts) -> None:
         self.limit = limit
         self.queues: dict[int, OrderedDict[bytes, Entry]] = {size: OrderedDict() for size in sizes}
         self.segments: dict[str, Segment] = {}
         self.is_direct = False
-        self._files, self._seal_key, self._counts = files, seal_key, counts
+        self._files, self._seal, self._counts = files, seal, counts
         self._free: dict[int, list[Slot]] = {size: [] for size in sizes}
         self._num_foreign_bytes = 0
-        self._next_number = 0
+        self._next_number = self._num_opened = 0
 
     @property
     def num_file_bytes(self) -> int:
@@ -123,7 +123,8 @@ class Space:
         if self.is_direct:
             with suppress(OSError):
                 direct = self._files.open(geometry.name, direct=True)
-        return Segment(geometry, self._files, file, direct, self._seal_key)
+        self._num_opened += 1
+        return Segment(geometry, self._files, file, direct, self._seal, self._num_opened)
 
     # slots
 
@@ -146,7 +147,7 @@ class Space:
         self.clear(evicted)
         for segment, _ in taken:
             segment.num_busy += 1
-        return sorted(taken, key=_place)
+        return sorted(taken, key=_position)
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Give slots back that were taken and hold nothing."""
@@ -223,8 +224,9 @@ class Space:
 
     def _evict(self, size: int, num_entries: int) -> list[Slot]:
         victims = list(islice(self._evictable(size), num_entries))
+        queue = self.queues[size]
         for entry in victims:
-            self.leave(entry)
+            del queue[entry.key]
         self._counts.add(num_evicted=len(victims))
         return [(entry.segment, entry.slot) for entry in victims]
 
@@ -259,12 +261,16 @@ class Space:
 
     def enter(self, entry: Entry) -> None:
         """Let an entry be found, as the one used last; the caller says when that was."""
-        self.queues[entry.segment.geometry.block_bytes][entry.key] = entry
+        self.queues[entry.segment.block_bytes][entry.key] = entry
 
-    def use(self, entry: Entry, stamp: int) -> None:
-        """Make an entry the one used last."""
-        self.queues[entry.segment.geometry.block_bytes].move_to_end(entry.key)
-        entry.segment.touch(entry.slot, stamp)
+    def use(self, entries: Iterable[Entry], stamps: Iterable[int]) -> None:
+        """Make each entry in turn the one used last."""
+        for entry, stamp in zip(entries, stamps, strict=True):
+            segment = entry.segment
+            self.queues[segment.block_bytes].move_to_end(entry.key)
+            segment.stamps[entry.slot] = stamp
+            segment.has_unwritten_stamps = True
+            segment.last_use = max(segment.last_use, stamp)
 
     def leave(self, entry: Entry) -> None:
         """Let an entry not be found any more."""
@@ -284,13 +290,14 @@ class Space:
             segment.close()
 
 
-def _place(slot: Slot) -> tuple[str, int]:
-    return slot[0].name, slot[1]
+def _position(slot: Slot) -> int:
+    return slot[0].first_position + slot[1]
 
 
 def _neighbours(slots: Sequence[Slot]) -> Iterator[tuple[Segment, int, int]]:
     """Segment, first slot and number of each run of neighbouring slots."""
-    ordered = sorted(slots, key=_place)
-    for _, group in groupby(enumerate(ordered), key=lambda pair: (pair[1][0].name, pair[1][1] - pair[0])):
-        run = [slot for _, slot in group]
-        yield run[0][0], run[0][1], len(run)
+    ordered = sorted(slots, key=_position)
+    positions = list(map(_position, ordered))
+    begins = [nth for nth in range(len(ordered)) if not nth or positions[nth - 1] + 1 != positions[nth]]
+    for begin, end in pairwise([*begins, len(ordered)]):
+        yield *ordered[begin], end - begin

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from kvist.errors import ArgumentError, ConfigError, TransferError
 from kvist.tiers.counting import Counts
@@ -27,7 +27,14 @@ __all__ = ["DiskStore"]
 USES_BETWEEN_SAVES = 4096
 """How many uses of entries `kill -9` may take out of the order in which they are evicted."""
 
-Contents = tuple[bytes, memoryview]
+NOTHING: Mapping[bytes, Entry] = {}
+
+
+class Wanted(NamedTuple):
+    """What is to be put: keys, and for each its contents as bytes."""
+
+    keys: Sequence[bytes]
+    contents: Sequence[memoryview]
 
 
 class DiskStore:
@@ -72,7 +79,7 @@ class DiskStore:
         self._directory = Directory(Path(directory), format, Files() if files is None else files)
         self._capacity_bytes = capacity_bytes
         limit = capacity_bytes - OVERHEAD_BYTES
-        self._space = Space(self._directory.files, limit, sizes, self._directory.seal_key, self._counts)
+        self._space = Space(self._directory.files, limit, sizes, self._directory.seal, self._counts)
         self._space.is_direct = io == "direct" and self._directory.takes_direct()
         checksum = checksum_named(self._directory.checksum)
         io_used = Direct(checksum, max(sizes)) if self._space.is_direct else Buffered(checksum)
@@ -117,18 +124,18 @@ class DiskStore:
         Where not all can be kept, the first are, and none after the first that is not: of a prefix put in order, no
         block is there without those before it. Raises `ArgumentError` for keys and lengths that are of no block.
         """
-        wanted = [(key, self._checked(key, contents)) for key, contents in entries]
+        wanted = self._checked(entries)
         num_there = 0
         with self._busy() as may:
             if may:
-                held, pieces = self._reserve(wanted)
-                written: set[int] = set()
+                held, pieces, stamps = self._reserve(wanted)
+                said: dict[int, bytes] = {}
                 failed: set[int] = set()
                 try:
-                    self._traffic.write(pieces, written, failed)
+                    self._traffic.write(pieces, stamps, said, failed)
                 finally:
-                    num_there = self._publish(wanted, held, pieces, written, failed)
-        self._counts.add(num_refused=len(wanted) - num_there)
+                    num_there = self._publish(wanted, held, pieces, said, failed)
+        self._counts.add(num_refused=len(wanted.keys) - num_there)
         return num_there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
@@ -187,6 +194,7 @@ class DiskStore:
                 return
             self._is_open = False
             self._changed.wait_for(lambda: not self._num_active)
+            self._traffic.close()
             self._space.save_order()
             self._space.close()
             self._directory.close()
@@ -217,105 +225,111 @@ class DiskStore:
                 self._num_active -= may
                 self._changed.notify_all()
 
-    def _checked(self, key: bytes, contents: memoryview) -> memoryview:
-        Envelope.check_key(key)
-        flat = _flat(contents)
-        if flat.nbytes not in self._space.queues:
+    def _checked(self, entries: Sequence[tuple[bytes, memoryview]]) -> Wanted:
+        keys, contents = [key for key, _ in entries], [_flat(contents) for _, contents in entries]
+        for key in {len(key): key for key in keys}.values():
+            Envelope.check_key(key)
+        unknown = {each.nbytes for each in contents}.difference(self._space.queues)
+        if unknown:
             allowed = " or ".join(map(str, sorted(self._space.queues)))
-            raise ArgumentError(f"contents of {flat.nbytes} bytes, but blocks of this format have {allowed}")
-        return flat
+            raise ArgumentError(f"contents of {min(unknown)} bytes, but blocks of this format have {allowed}")
+        return Wanted(keys, contents)
 
-    def _entry(self, key: bytes, num_bytes: int) -> Entry | None:
-        queue = self._space.queues.get(num_bytes)
-        return None if queue is None else queue.get(key)
+    def _entries(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Entry | None]:
+        """The entry of each key that has as many bytes as its buffer."""
+        queues = self._space.queues
+        return [queues.get(buffer.nbytes, NOTHING).get(key) for key, buffer in zip(keys, buffers, strict=True)]
 
     # Putting: slots are reserved, contents written without the lock, and only then it is said what is in the slots.
 
-    def _reserve(self, wanted: Sequence[Contents]) -> tuple[list[Entry], list[Piece]]:
-        """Hold what is there already, and give slots to the first of the rest, as many as there are."""
-        with self._changed:
-            held = [entry for key, contents in wanted if (entry := self._entry(key, contents.nbytes)) is not None]
-            self._pin(held)
-            missing: dict[bytes, int] = {}
-            for index, (key, contents) in enumerate(wanted):
-                if key not in self._pending and self._entry(key, contents.nbytes) is None:
-                    missing.setdefault(key, index)
-            return held, self._placed(wanted, missing)
+    def _reserve(self, wanted: Wanted) -> tuple[list[Entry], list[Piece], range]:
+        """Hold what is there already, and give slots to the first of the rest, as many as there are.
 
-    def _placed(self, wanted: Sequence[Contents], missing: dict[bytes, int]) -> list[Piece]:
-        needed = Counter(wanted[index][1].nbytes for index in missing.values())
+        Returns both, and the times that records shall tell, by place.
+        """
+        held: list[Entry] = []
+        missing: dict[bytes, int] = {}
+        with self._changed:
+            for place, (key, entry) in enumerate(zip(wanted.keys, self._entries(*wanted), strict=True)):
+                if entry is not None:
+                    held.append(entry)
+                elif key not in self._pending:
+                    missing.setdefault(key, place)
+            self._pin(held)
+            return held, self._placed(missing, wanted.contents), self._stamps(len(wanted.keys))
+
+    def _placed(self, missing: dict[bytes, int], contents: Sequence[memoryview]) -> list[Piece]:
+        needed = Counter([contents[place].nbytes for place in missing.values()])
         slots = {size: deque(self._space.take(size, num_slots)) for size, num_slots in needed.items()}
         pieces = []
-        for key, index in missing.items():
-            contents = wanted[index][1]
-            if not slots[contents.nbytes]:
+        for key, place in missing.items():
+            left = slots[contents[place].nbytes]
+            if not left:
                 break
-            self._pending[key] = entry = Entry(key, *slots[contents.nbytes].popleft())
-            pieces.append(Piece(entry, contents, index))
+            self._pending[key] = entry = Entry(key, *left.popleft())
+            pieces.append(Piece(entry, contents[place], place))
         for rest in slots.values():
             self._space.give(rest)
         return pieces
 
     def _publish(
         self,
-        wanted: Sequence[Contents],
+        wanted: Wanted,
         held: Sequence[Entry],
         pieces: Sequence[Piece],
-        written: Collection[int],
+        said: Mapping[int, bytes],
         failed: set[int],
     ) -> int:
         """Let the first pieces be found, as far as all were written, and return how many of the wanted are there."""
         with self._changed:
-            num_wanted, before = len(wanted), self._tick
-            self._tick += num_wanted
-            stamps = [before + num_wanted - index for index in range(num_wanted)]
-            end = min((piece.place for piece in pieces if piece.place not in written), default=num_wanted)
+            end = min((piece.place for piece in pieces if piece.place not in said), default=len(wanted.keys))
             ready = [piece for piece in pieces if piece.place < end and not piece.entry.is_dropped]
-            recorded = self._traffic.record(ready, stamps, failed)
-            for piece in pieces:
-                self._settle(piece.entry, piece.place in recorded, piece.place in failed)
+            recorded = self._traffic.record(ready, said, failed)
+            self._settle(pieces, recorded, failed)
             self._unpin(held)
-            there = [self._entry(key, contents.nbytes) for key, contents in wanted]
-            self._use(there, stamps)
+            there = [entry for entry in self._entries(*wanted) if entry is not None]
+            self._use(there)
             self._counts.add(num_put=len(recorded))
-            return num_wanted - there.count(None)
+            return len(there)
 
-    def _settle(self, entry: Entry, is_recorded: bool, is_failed: bool) -> None:
-        del self._pending[entry.key]
-        if is_recorded:
-            entry.segment.num_busy -= 1
-            self._space.enter(entry)
-        elif is_failed:
-            self._space.retire([(entry.segment, entry.slot)])
-        else:
-            self._space.give([(entry.segment, entry.slot)])
+    def _settle(self, pieces: Sequence[Piece], recorded: Collection[int], failed: Collection[int]) -> None:
+        for entry, _, place in pieces:
+            del self._pending[entry.key]
+            if place in recorded:
+                entry.segment.num_busy -= 1
+                self._space.enter(entry)
+            elif place in failed:
+                self._space.retire([(entry.segment, entry.slot)])
+            else:
+                self._space.give([(entry.segment, entry.slot)])
 
     # Getting: entries are held, so that their slots stay theirs, and read without the lock.
 
     def _hold(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Piece]:
         with self._changed:
-            pairs = enumerate(zip(keys, buffers, strict=True))
-            found = [(index, self._entry(key, buffer.nbytes), buffer) for index, (key, buffer) in pairs]
-            pieces = [Piece(entry, buffer, index) for index, entry, buffer in found if entry is not None]
+            found = zip(self._entries(keys, buffers), buffers, range(len(keys)), strict=True)
+            pieces = [Piece(entry, buffer, place) for entry, buffer, place in found if entry is not None]
             self._pin([piece.entry for piece in pieces])
             return pieces
 
     def _release(self, pieces: Sequence[Piece], whole: Collection[int], bad: Collection[int]) -> None:
         with self._changed:
-            self._forget([piece.entry for piece in pieces if piece.place in bad and not piece.entry.is_dropped])
+            if bad:
+                self._forget([piece.entry for piece in pieces if piece.place in bad and not piece.entry.is_dropped])
             self._unpin([piece.entry for piece in pieces])
             used = [piece.entry for piece in pieces if piece.place in whole and not piece.entry.is_dropped]
-            before, num_used = self._tick, len(used)
-            self._tick += num_used
-            self._use(used, [before + num_used - place for place in range(num_used)])
+            self._use(used)
 
     # All of these need the lock.
 
-    def _use(self, entries: Sequence[Entry | None], stamps: Sequence[int]) -> None:
-        """Make entries the last used, the first of them the very last: a prefix loses its end first."""
-        for entry, stamp in zip(reversed(entries), reversed(stamps), strict=True):
-            if entry is not None:
-                self._space.use(entry, stamp)
+    def _stamps(self, num_uses: int) -> range:
+        """The times of so many uses, the first the last: a prefix loses its end first."""
+        self._tick += num_uses
+        return range(self._tick, self._tick - num_uses, -1)
+
+    def _use(self, entries: Sequence[Entry]) -> None:
+        """Make entries the last used, the first of them the very last."""
+        self._space.use(reversed(entries), reversed(self._stamps(len(entries))))
         self._num_unsaved_uses += len(entries)
         if self._num_unsaved_uses >= USES_BETWEEN_SAVES:
             self._num_unsaved_uses = 0

@@ -1,0 +1,187 @@
+"""Blocks that are moved in parts, and calls that two threads share: whole, checked and in order as small ones are."""
+
+import errno
+from collections import deque
+from threading import Event, Thread, get_ident
+
+import pytest
+from tests.tiers.disks import found, key, num_bytes, opened, put, room, segments
+
+from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
+from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES
+from kvist.tiers.disk.segments import Geometry
+from kvist.tiers.disk.sharing import Helper
+from kvist.tiers.disk.traffic import SHARED_BYTES
+from kvist.tiers.protocol import StoreFormat
+
+PADDED = 2 * PART_BYTES + 100
+PAGED = 3 * PART_BYTES
+VAST = DIRECT_PART_BYTES + PART_BYTES
+QUARTER = SHARED_BYTES // 4
+
+
+def format_of(size):
+    return StoreFormat("a model", block_size=2, block_bytes=(size,))
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("size", [PADDED, PAGED, VAST])
+def test_blocks_larger_than_a_part_come_back_whole_now_and_after_a_restart(tmp_path, size, io):
+    with opened(tmp_path, room(4, size), format_of(size), io=io) as store:
+        assert put(store, 1, 2, 3, size=size) == 3
+        assert found(store, 3, 1, 2, 4, size=size) == [3, 1, 2]
+    with opened(tmp_path, room(4, size), format_of(size)) as store:
+        assert found(store, 1, 2, 3, size=size) == [1, 2, 3]
+        assert (store.stats().num_corrupt, store.stats().num_errors) == (0, 0)
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_large_block_that_is_written_later_leaves_its_neighbour_as_it_is(tmp_path, io):
+    three_slots = 8192 + 4 * Geometry(0, PADDED, 3).num_bytes
+    with opened(tmp_path, three_slots, format_of(PADDED), io=io) as store:
+        put(store, 0, 1, 2, size=PADDED)
+        store.drop(key(0))
+        assert put(store, 3, size=PADDED) == 1  # in the slot before that of 1
+        assert found(store, 1, 2, 3, size=PADDED) == [1, 2, 3]
+        assert len(segments(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("offset", [0, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES, PADDED - 1])
+def test_a_flipped_bit_in_any_part_is_a_miss(tmp_path, offset):
+    with opened(tmp_path, room(2, PADDED), format_of(PADDED)) as store:
+        put(store, 1, size=PADDED)
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[Geometry.parse(path.name).slot_offset(0) + offset] ^= 1
+    path.write_bytes(data)
+    with opened(tmp_path, room(2, PADDED), format_of(PADDED)) as store:
+        assert found(store, 1, size=PADDED) == []
+        assert store.stats().num_corrupt == 1
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_a_part_that_cannot_be_written_or_read_is_that_block_only(tmp_path, skip):
+    files = FaultyFiles()
+    with opened(tmp_path, room(4, PADDED), format_of(PADDED), files=files) as store:
+        files.faults.append(Fault("write", errno.EIO, skip=skip))
+        assert put(store, 1, size=PADDED) == 0
+        assert found(store, 1, size=PADDED) == []
+        assert put(store, 1, size=PADDED) == 1
+        files.faults.append(Fault("read", errno.EIO, skip=skip))
+        assert found(store, 1, size=PADDED) == []
+        assert store.stats().num_errors == 2
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_call_that_two_threads_share_keeps_and_finds_all_of_several_segments(tmp_path, io):
+    size, capacity = QUARTER, room(8, QUARTER)
+    with opened(tmp_path, capacity, format_of(size), io=io) as store:
+        assert put(store, *range(8), size=size) == 8
+        assert len(segments(tmp_path)) > 1
+        assert found(store, *reversed(range(8)), size=size) == list(reversed(range(8)))
+        assert put(store, *range(5, 12), size=size) == 7
+        assert found(store, *range(4, 12), size=size) == [4, *range(5, 12)]
+        assert num_bytes(tmp_path) <= capacity
+    with opened(tmp_path, capacity, format_of(size)) as store:
+        assert found(store, *range(4, 12), size=size) == list(range(4, 12))
+
+
+def test_after_an_error_in_either_thread_a_put_keeps_the_first_and_none_after_the_one_that_failed(tmp_path):
+    size = QUARTER
+    for skip in range(0, 16, 3):
+        files = FaultyFiles()
+        with opened(tmp_path / str(skip), room(8, size), format_of(size), files=files) as store:
+            files.faults.append(Fault("write", errno.EIO, skip=skip))
+            num_there = put(store, *range(8), size=size)
+            assert num_there < 8
+            assert found(store, *range(8), size=size) == list(range(num_there))
+            assert store.stats().num_errors == 1
+            assert put(store, *range(num_there, 8), size=size) >= 1
+
+
+def test_a_crash_in_either_thread_ends_the_call_and_leaves_nothing_half_written_to_be_found(tmp_path):
+    size = QUARTER
+    for skip in range(3, 20, 4):
+        directory, files = tmp_path / str(skip), FaultyFiles()
+        store = opened(directory, room(8, size), format_of(size), files=files)
+        files.crash_at, files.torn = files.num_changes + skip, 0.5
+        with pytest.raises(Crash):
+            put(store, *range(8), size=size)
+        files.bury()
+        with opened(directory, room(8, size), format_of(size)) as store:
+            assert len(found(store, *range(8), size=size)) == store.stats().num_entries
+            assert store.stats().num_corrupt == 0
+
+
+@pytest.fixture
+def helper():
+    helper = Helper()
+    yield helper
+    helper.close()
+
+
+def test_two_threads_do_all_the_work_and_each_goes_on_with_what_the_other_has_left(helper):
+    met, done = Event(), []
+
+    def work(task):
+        if task == "long":  # until the other thread has done everything else
+            assert met.wait(30)
+        done.append((task, get_ident()))
+        if len(done) == 4:
+            met.set()
+
+    helper.work_off(deque(["long", 1, 2]), deque([3, 4]), work)
+    assert {task for task, _ in done} == {"long", 1, 2, 3, 4}
+    assert len({thread for _, thread in done}) == 2
+
+
+@pytest.mark.parametrize("who", ["own", "others"])
+def test_what_either_thread_raises_is_raised_and_what_is_left_is_not_begun(who, helper):
+    both, failed, done = Event(), Event(), []
+
+    def work(task):
+        if task == who:
+            assert both.wait(30)
+            failed.set()
+            raise KeyError(task)
+        both.set()
+        assert failed.wait(30)
+        done.append(task)
+
+    own, others = deque(["own", *range(1000)]), deque(["others", *range(1000)])
+    with pytest.raises(KeyError, match=who):
+        helper.work_off(own, others, work)
+    assert not own
+    assert not others
+    assert len(done) < 1000
+
+
+def test_where_no_thread_is_to_be_had_one_does_all(monkeypatch, helper):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start)
+    done = []
+    helper.work_off(deque([1, 2]), deque([3]), done.append)
+    assert done == [1, 2, 3]
+
+
+def test_help_that_has_not_begun_is_not_waited_for(helper):
+    met, let_go, done = Event(), Event(), []
+
+    def work(task):
+        if task == "busy":
+            met.set()
+            assert let_go.wait(30)
+        elif task == "first":
+            assert met.wait(30)
+        done.append(task)
+
+    first = Thread(target=helper.work_off, args=(deque(["first"]), deque(["busy"]), work))
+    first.start()
+    assert met.wait(30)
+    helper.work_off(deque([1, 2]), deque([3]), work)
+    assert [task for task in done if task != "first"] == [1, 2, 3]
+    let_go.set()
+    first.join(30)
+    assert sorted(map(str, done)) == ["1", "2", "3", "busy", "first"]
