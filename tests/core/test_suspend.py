@@ -4,7 +4,7 @@ import pytest
 from tests.core.layers import FULL, grouped, sliding, state, tables
 from tests.core.small import computed, group_moves, ids, refused, small
 
-from kvist import OutOfBlocks, OutOfRows, Retention, SequenceError
+from kvist import NeverFits, OutOfBlocks, OutOfRows, Retention, SequenceError
 
 # -- suspending -------------------------------------------------------------------------------------------------------
 
@@ -32,6 +32,26 @@ def test_a_resumed_sequence_goes_on_where_it_was():
     manager.append([sequence], [[6, 7]])
     manager.commit([sequence])
     assert manager.match_prefix([1, 2, 3, 4, 5, 6, 9]).num_tokens == 6
+    manager.check()
+
+
+@pytest.mark.parametrize("layers", [[FULL], [FULL, sliding(4)], [FULL, state()]], ids=["full", "window", "state"])
+def test_a_sequence_is_resumed_with_more_tokens_or_not_at_all(layers):
+    manager = grouped(layers, block_size=2, num_blocks=4)
+    sequence = computed(manager, [1, 2, 3, 4])
+    manager.suspend(sequence)
+    assert sequence.num_suspended_tokens == 4
+    other = manager.add_sequence([8, 9, 8, 9])
+    with refused(manager, OutOfBlocks):
+        manager.resume(sequence, [5])
+    assert manager.stats().num_resumed == 0
+    with refused(manager, NeverFits, "2049 tokens"):
+        manager.resume(sequence, [5] * 2045)
+    manager.free(other)
+    assert manager.resume(sequence, [5]) == sequence.num_tokens - 1 - sequence.num_computed_tokens
+    assert sequence.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert sequence.num_suspended_tokens == 0
+    manager.commit([sequence])
     manager.check()
 
 

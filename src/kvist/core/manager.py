@@ -55,7 +55,7 @@ from kvist.core.sequences import Sequence, Sequences, Wishes
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
-from kvist.errors import ArgumentError, ArgumentTypeError, SequenceError, TransferError
+from kvist.errors import ArgumentError, ArgumentTypeError, NeverFits, SequenceError, TransferError
 
 __all__ = ["CacheCore"]
 
@@ -346,18 +346,23 @@ class CacheCore:
         if self._state.copies is not None:
             self._write_through()
 
-    def resume(self, sequence: Sequence) -> int:
+    def resume(self, sequence: Sequence, tokens: Tokens = ()) -> int:
         """Let a suspended sequence go on; returns how many of its computed tokens must be computed again.
 
-        They are those from its `num_computed_tokens` on. Raises OutOfBlocks or OutOfRows without room; then it stays
-        suspended.
+        They are those from its `num_computed_tokens` on. `tokens` are added at its end in the same act, such as the one
+        that found no room before. Raises OutOfBlocks or OutOfRows without room for all of it; then it stays suspended.
+        NeverFits says that it would be longer than `max_sequence_length`.
         """
         resuming.check_suspended(self._state, sequence, "resume")
+        more = bytes(as_token_buffer(tokens))
+        num_tokens, longest = sequence.num_suspended_tokens + len(more) // TOKEN_BYTES, self._state.rows.max_tokens
+        if num_tokens > longest:
+            raise NeverFits(f"resume: the sequence would have {num_tokens} tokens, max_sequence_length is {longest}")
         held: list[Extent] = []
         try:
             if self._state.keeper is not None and sequence.reuses:
                 self._restore_suspended(sequence, held)
-            num_lost = resuming.resume(self._state, sequence)
+            num_lost = resuming.resume(self._state, sequence, more)
         finally:
             for extent in held:
                 self._state.tree.release(extent)

@@ -30,11 +30,15 @@ def suspend(state: CacheState, sequence: Sequence, *, publish: bool = True) -> N
     state.counters.num_suspended += 1
 
 
-def resume(state: CacheState, sequence: Sequence) -> int:
-    """Give a suspended sequence a row again; returns how many of its computed tokens are to be computed again."""
+def resume(state: CacheState, sequence: Sequence, more: bytes) -> int:
+    """Give a suspended sequence a row again, with `more` tokens at its end.
+
+    Returns how many of its computed tokens are to be computed again.
+    """
     suspended = sequence._suspended
     assert suspended is not None
-    num_lost = _readmit(state, sequence, suspended.tokens, suspended.num_computed, suspended.num_encoder_tokens)
+    tokens = suspended.tokens + more
+    num_lost = _readmit(state, sequence, tokens, suspended.num_computed, suspended.num_encoder_tokens)
     del state.suspended[sequence]
     sequence._suspended = None
     version = state.rows.version

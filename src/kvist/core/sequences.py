@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.retention import DEFAULT_KEEP, Keep, Retention
-from kvist.core.tokens import TokenArray
+from kvist.core.tokens import TOKEN_BYTES, TokenArray
 from kvist.errors import SequenceError
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class Sequence:
     def is_suspended(self) -> bool:
         """Whether it waits to be resumed."""
         return self._suspended is not None
+
+    @property
+    def num_suspended_tokens(self) -> int:
+        """Tokens that it will be resumed with, 0 unless it is suspended."""
+        return 0 if self._suspended is None else len(self._suspended.tokens) // TOKEN_BYTES
 
     @property
     def num_encoder_tokens(self) -> int:

@@ -275,13 +275,7 @@ class Scheduler:
 
     def _resume(self, request: Request, sequence: Sequence) -> None:
         """Let a preempted request go on with all its tokens; it stays suspended where they do not fit."""
-        self._manager.resume(sequence)
-        if len(request.tokens) > sequence.num_tokens:
-            try:
-                self._manager.append([sequence], np.array([request.tokens[-1]], dtype=np.int32))
-            except OutOfBlocks:
-                self._manager.suspend(sequence)
-                raise
+        self._manager.resume(sequence, np.array(request.tokens[sequence.num_suspended_tokens :], np.int32))
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Plan as many of the request's tokens as the budget and the manager allow; return how many."""
