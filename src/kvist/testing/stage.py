@@ -49,7 +49,6 @@ class FailingMemory(TokenMemory):
             self.has_failed = True
             raise OSError("the memory is broken")
         super().perform(moves, late=late or self.has_failed)
-        self.has_failed = False
 
 
 class Stage(RuleBasedStateMachine):
@@ -330,6 +329,8 @@ class Stage(RuleBasedStateMachine):
 
     def called_with_failures(self, call: Callable[[], Result]) -> Result:
         """Make a call; once the memory is to break, it does at the first that needs copies."""
+        if not self.manager._state.moves:
+            self.memory.has_failed = False
         self.memory.is_broken = self.breaks_next
         try:
             return call()
@@ -379,6 +380,7 @@ class Stage(RuleBasedStateMachine):
         left_over = bool(moves) and self.delivery == BY_THE_MANAGER and not self.memory.has_failed
         require(not left_over, f"{moves} were left, though there is a memory")
         self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE)
+        self.memory.has_failed = False
 
 
 def named(chosen: list[Shadow], *, by_rows: bool) -> Sequences:
