@@ -296,7 +296,11 @@ def _compare(
     """Replay, and tell what came out, also of what was done until Ctrl-C."""
     from kvist.lab.replay import table, write_results
 
-    results, is_whole = replayed(read, configs, processes)
+    num_requests = sum(1 for _ in read)  # all of it, so that what is wrong is known before anything runs
+    tell_problems(read.problems)
+    if not num_requests:
+        raise TraceError("has no requests", file=str(read.path))
+    results, is_whole = replayed(read, configs, processes, num_requests)
     if out is not None:
         with writing(out) as path:
             write_results(results, path, out.suffix.lstrip(".").lower())
@@ -310,18 +314,14 @@ def _compare(
 
 
 def replayed(
-    read: FileTrace, configs: list[replays.ReplayConfig], processes: int | None
+    read: FileTrace, configs: list[replays.ReplayConfig], processes: int | None, num_requests: int
 ) -> tuple[list[replays.ReplayResult], bool]:
-    """Tell what is wrong with the trace; return the results, and whether they are all."""
+    """Return the results of a trace of so many requests, and whether they are all."""
     from kvist.lab.replay import ReplayInterrupted, compare
 
-    num_requests = sum(1 for _ in read)  # all of it, so that what is wrong is known before anything runs
-    tell_problems(read.problems)
-    if not num_requests:
-        raise TraceError("has no requests", file=str(read.path))
     try:
         with _bar() as tell:
-            return compare(read, configs, processes, tell), True
+            return compare(read, configs, processes, tell, num_requests=num_requests), True
     except ReplayInterrupted as interrupted:
         return interrupted.results, False
 

@@ -95,12 +95,18 @@ def replay(trace: TraceSource, config: ReplayConfig, progress: Told | None = Non
 
 
 def compare(
-    trace: TraceSource, configs: Sequence[ReplayConfig], processes: int | None = None, progress: Told | None = None
+    trace: TraceSource,
+    configs: Sequence[ReplayConfig],
+    processes: int | None = None,
+    progress: Told | None = None,
+    *,
+    num_requests: int | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace with each configuration, as many at a time as there are `processes` (default: processors).
 
     Results come in the order of the configurations. Each process opens the trace itself; what is no name of one is
-    pickled. On Ctrl-C, ReplayInterrupted has the results there are.
+    pickled. On Ctrl-C, ReplayInterrupted has the results there are. For `progress`, the trace is read once more to
+    count its requests, unless `num_requests` says how many it has.
 
     Raises ConfigError for settings that cannot be, before anything runs, and what reading the trace raises.
     """
@@ -111,7 +117,7 @@ def compare(
     if processes is not None and processes < 1:
         raise ArgumentError(f"processes is {processes}, must be at least 1")
     num_processes = min(processes or os.cpu_count() or 1, len(configs))
-    total = num_requests_of(opened) if progress else None
+    total = num_requests if num_requests is not None or progress is None else num_requests_of(opened)
     board = _Board(configs, None if total is None else total * len(configs), progress)
     if num_processes <= 1:
         return _in_turn(opened, configs, board)
