@@ -39,6 +39,7 @@ from kvist.cli_traces import (
     Told,
     TraceSpec,
     add_trace_commands,
+    check_writable,
     numbers,
     opened,
     tell_problems,
@@ -48,7 +49,6 @@ from kvist.cli_traces import (
 from kvist.errors import ArgumentError, TraceError
 
 if TYPE_CHECKING:
-    from kvist.core.extents import Namespace
     from kvist.lab import replay as replays
     from kvist.lab.curves import Curve, References
     from kvist.lab.traces import FileTrace, Problems, Request
@@ -153,6 +153,7 @@ def report(
     settings = (policy, size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, Content.TOKENS)
     with told(status=2):
         configs = configurations(blocks or "1", *settings, None, None, None)
+        check_writable(out)
     with told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         labelled = _Labelled(read)
@@ -191,7 +192,7 @@ class _Labelled:
     def __iter__(self) -> Iterator[Request]:
         from kvist.lab.replay.result import namespace_name
 
-        names: dict[Namespace, str] = {}
+        names: dict[tuple[Any, ...], str] = {}
         self._names = []
         for request in self.trace:
             name = names.get(request.namespace)

@@ -22,6 +22,7 @@ from kvist.cli_traces import (
     OnErrorChoice,
     Tokenizer,
     TraceSpec,
+    check_writable,
     numbers,
     opened,
     tell_problems,
@@ -286,8 +287,11 @@ def _cost(prefill_rate: float | None, fit: Path | None) -> replays.CostModel:
 def _check_out(out: Path | None) -> None:
     from kvist.lab.replay.results import FORMATS
 
-    if out is not None and out.suffix.lstrip(".").lower() not in FORMATS:
+    if out is None:
+        return
+    if out.suffix.lstrip(".").lower() not in FORMATS:
         raise ArgumentError(f"--out is {out}, must end in {', '.join(f'.{each}' for each in FORMATS)}")
+    check_writable(out)
 
 
 def _compare(
@@ -301,13 +305,13 @@ def _compare(
     if not num_requests:
         raise TraceError("has no requests", file=str(read.path))
     results, is_whole = replayed(read, configs, processes, num_requests)
-    if out is not None:
-        with writing(out) as path:
-            write_results(results, path, out.suffix.lstrip(".").lower())
     if as_json:
         print(json.dumps([result.as_dict() for result in results]))
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(table(results))
+    if out is not None:
+        with writing(out) as path:
+            write_results(results, path, out.suffix.lstrip(".").lower())
     if not is_whole:
         print(f"kvist: interrupted with {len(results)} of {len(configs)} results", file=sys.stderr)
         raise typer.Exit(130)

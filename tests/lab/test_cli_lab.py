@@ -16,7 +16,7 @@ from tests.lab.trace_files import mooncake, word_tokenizer, written
 from tests.serve.models import tiny_model
 from typer.testing import CliRunner
 
-from kvist import cli_lab
+from kvist import cli_lab, cli_replays
 from kvist.cli import app
 from kvist.lab.traces import FileTrace, open_trace
 
@@ -348,14 +348,23 @@ def test_a_trace_is_read_twice_for_a_replay_with_a_bar(day, monkeypatch):
     assert len(num_passes) == 2
 
 
-@pytest.mark.parametrize(
-    "arguments", [("curve", "--block-size", 2**40), ("replay", "--blocks", 5, "--block-size", 2**40)]
-)
-def test_blocks_larger_than_memory_are_refused_in_a_line(day, arguments):
-    command, *options = arguments
-    result = invoke("lab", command, day, *options)
+def test_blocks_larger_than_memory_are_refused_in_a_line(day):
+    result = invoke("lab", "replay", day, "--blocks", 5, "--block-size", 2**40)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "block_size is 1099511627776, must be 1 .. 1,048,576\n" in result.stderr
+    assert invoke("lab", "curve", day, "--block-size", 2**40).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["replay", "compare", "report"])
+@pytest.mark.parametrize(("out", "said"), [("no/out", "there is no folder no"), ("out", "it is a folder")])
+def test_what_cannot_be_written_is_told_before_anything_is_replayed(day, monkeypatch, command, out, said):
+    monkeypatch.chdir(day.parent)
+    ending = ".html" if command == "report" else ".json"
+    Path(f"out{ending}").mkdir()
+    monkeypatch.setattr(cli_replays, "replayed", None)
+    result = invoke("lab", command, day, "--blocks", 5, "--out", out + ending)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"kvist: {out}{ending} cannot be written: {said}\n"
 
 
 # -- what is wrong ----------------------------------------------------------------------------------------------------
