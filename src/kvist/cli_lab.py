@@ -25,6 +25,7 @@ from kvist.cli_replays import (
     Processes,
     add_replay_commands,
     configurations,
+    exit_interrupted,
     replayed,
 )
 from kvist.cli_traces import (
@@ -166,7 +167,7 @@ def report(
         _write_report(out, references, [lru, *([bound] if bound else [])], results, labelled.labels)
     print(f"kvist: {out}, {out.stat().st_size:,} bytes", file=sys.stderr)
     if not is_whole:
-        raise typer.Exit(130)
+        exit_interrupted(len(results), len(configs))
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------

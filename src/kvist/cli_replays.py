@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrivals", "ArrivalsOption", "Concurrency", "Content", "DiskBlocks", "DiskRate", "HostBlocks", "Policy",
-    "Processes", "add_replay_commands", "configurations", "replayed",
+    "Processes", "add_replay_commands", "configurations", "exit_interrupted", "replayed",
 ]  # fmt: skip
 
 REPLAY_EXAMPLES = """
@@ -313,8 +313,13 @@ def _compare(
         with writing(out) as path:
             write_results(results, path, out.suffix.lstrip(".").lower())
     if not is_whole:
-        print(f"kvist: interrupted with {len(results)} of {len(configs)} results", file=sys.stderr)
-        raise typer.Exit(130)
+        exit_interrupted(len(results), len(configs))
+
+
+def exit_interrupted(num_done: int, num_configs: int) -> NoReturn:
+    """Say that Ctrl-C came, and exit as commands do then."""
+    print(f"kvist: interrupted with {num_done} of {num_configs} results", file=sys.stderr)
+    raise typer.Exit(130)
 
 
 def replayed(

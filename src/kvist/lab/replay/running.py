@@ -7,8 +7,9 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -210,8 +211,10 @@ def _side_by_side(
     with ProcessPoolExecutor(
         num_processes, mp_context=context, initializer=_begin_worker, initargs=(told, stop)
     ) as executor:
-        futures = {executor.submit(_work, source, config, index): index for index, config in enumerate(configs)}
+        futures: dict[Future[ReplayResult | None], int] = {}
         try:
+            with _interrupts_held():  # workers begin with the first of these
+                futures |= {executor.submit(_work, source, each, index): index for index, each in enumerate(configs)}
             _watch(futures, told, board)
         except KeyboardInterrupt:
             stop.set()
@@ -222,6 +225,22 @@ def _side_by_side(
             executor.shutdown(wait=False, cancel_futures=True)
             raise
     return board.in_order
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of this; processes that begin within never get it, where systems can do that.
+
+    Else it would reach workers before they ignore it, while they import what they need.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_iterator(trace: Iterable[Request]) -> bool:
