@@ -193,7 +193,7 @@ def _errors_told(*, status: int) -> Iterator[None]:
     """Turn what users can mend into one line on stderr and this exit status."""
     try:
         yield
-    except (KvistError, OSError, ValueError, ImportError) as error:
+    except (KvistError, OSError, ValueError, ImportError, MemoryError) as error:
         print(f"kvist: {error}", file=sys.stderr)
         raise typer.Exit(status) from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from kvist.cli_replays import (
     Processes,
     add_replay_commands,
     configurations,
+    exit_interrupted,
     replayed,
 )
 from kvist.cli_traces import (
@@ -38,6 +40,7 @@ from kvist.cli_traces import (
     Told,
     TraceSpec,
     add_trace_commands,
+    check_writable,
     numbers,
     opened,
     tell_problems,
@@ -49,7 +52,7 @@ from kvist.errors import ArgumentError, TraceError
 if TYPE_CHECKING:
     from kvist.lab import replay as replays
     from kvist.lab.curves import Curve, References
-    from kvist.lab.traces import FileTrace
+    from kvist.lab.traces import FileTrace, Problems, Request
 
 __all__ = ["add_commands"]
 
@@ -151,26 +154,68 @@ def report(
     settings = (policy, size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, Content.TOKENS)
     with told(status=2):
         configs = configurations(blocks or "1", *settings, None, None, None)
+        check_writable(out)
     with told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
-        references = _references(read, block_size, None, 0)
+        labelled = _Labelled(read)
+        references = _references(labelled, block_size, None, 0)
+        tell_problems(read.problems)
         lru, bound = _curves(references, None, optimal=True)
         if blocks is None:
             configs = configurations(str(_knee_size(lru)), *settings, None, None, None)
-        results, is_whole = replayed(read, configs, processes)
-        _write_report(out, read, references, [lru, *([bound] if bound else [])], results)
+        results, is_whole = replayed(read, configs, processes, references.num_requests)
+        _write_report(out, references, [lru, *([bound] if bound else [])], results, labelled.labels)
     print(f"kvist: {out}, {out.stat().st_size:,} bytes", file=sys.stderr)
     if not is_whole:
-        raise typer.Exit(130)
+        exit_interrupted(len(results), len(configs))
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 NUM_SHOWN = 16
 NUM_DRAWN = 256
+MAX_LABELS = 100
 
 
-def _references(read: FileTrace, block_size: int | None, sample: float | None, seed: int) -> References:
+class _Labelled:
+    """A trace that notes the names of namespaces while it is read, so that it need not be read for them again."""
+
+    def __init__(self, trace: FileTrace) -> None:
+        self.trace, self.path = trace, trace.path
+        self.name, self.block_size = trace.name, trace.block_size
+        self._names: list[str] = []
+
+    @property
+    def problems(self) -> Problems:
+        """Those of the trace."""
+        return self.trace.problems
+
+    def __iter__(self) -> Iterator[Request]:
+        from kvist.lab.replay.result import namespace_name
+
+        names: dict[tuple[Any, ...], str] = {}
+        self._names = []
+        for request in self.trace:
+            name = names.get(request.namespace)
+            if name is None:
+                name = names[request.namespace] = namespace_name(request.namespace)
+            self._names.append(name)
+            yield request
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The namespace of each request; of many, those of fewest requests go together. None if there is only one."""
+        counts = Counter(self._names)
+        if len(counts) < 2:
+            return None
+        if len(counts) <= MAX_LABELS:
+            return self._names
+        own = {name for name, _ in counts.most_common(MAX_LABELS - 1)}
+        others = f"{len(counts) - len(own):,} other namespaces"
+        return [name if name in own else others for name in self._names]
+
+
+def _references(read: FileTrace | _Labelled, block_size: int | None, sample: float | None, seed: int) -> References:
     from kvist.lab.curves import references_of
 
     references = references_of(read, block_size, rate=sample or 1.0, seed=seed)
@@ -274,11 +319,15 @@ def _knee_size(lru: Curve) -> int:
 
 
 def _write_report(
-    out: Path, read: FileTrace, references: References, curves: list[Curve], results: list[replays.ReplayResult]
+    out: Path,
+    references: References,
+    curves: list[Curve],
+    results: list[replays.ReplayResult],
+    labels: list[str] | None,
 ) -> None:
     from kvist.lab.report import PrefixIcicle, html_report
 
-    drawn = [each.thinned(NUM_DRAWN) for each in curves]
-    page = html_report(read.name, drawn, results, references, PrefixIcicle.of(references))
+    drawn, tree = [each.thinned(NUM_DRAWN) for each in curves], PrefixIcicle.of(references, labels)
+    page = html_report(references.name, drawn, results, references, tree)
     with writing(out) as path:
         path.write_text(page, encoding="utf-8")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from kvist.cli_traces import (
     OnErrorChoice,
     Tokenizer,
     TraceSpec,
+    check_writable,
     numbers,
     opened,
     tell_problems,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrivals", "ArrivalsOption", "Concurrency", "Content", "DiskBlocks", "DiskRate", "HostBlocks", "Policy",
-    "Processes", "add_replay_commands", "configurations", "replayed",
+    "Processes", "add_replay_commands", "configurations", "exit_interrupted", "replayed",
 ]  # fmt: skip
 
 REPLAY_EXAMPLES = """
@@ -286,8 +287,11 @@ def _cost(prefill_rate: float | None, fit: Path | None) -> replays.CostModel:
 def _check_out(out: Path | None) -> None:
     from kvist.lab.replay.results import FORMATS
 
-    if out is not None and out.suffix.lstrip(".").lower() not in FORMATS:
+    if out is None:
+        return
+    if out.suffix.lstrip(".").lower() not in FORMATS:
         raise ArgumentError(f"--out is {out}, must end in {', '.join(f'.{each}' for each in FORMATS)}")
+    check_writable(out)
 
 
 def _compare(
@@ -296,32 +300,37 @@ def _compare(
     """Replay, and tell what came out, also of what was done until Ctrl-C."""
     from kvist.lab.replay import table, write_results
 
-    results, is_whole = replayed(read, configs, processes)
-    if out is not None:
-        with writing(out) as path:
-            write_results(results, path, out.suffix.lstrip(".").lower())
-    if as_json:
-        print(json.dumps([result.as_dict() for result in results]))
-    else:
-        Console(width=None if sys.stdout.isatty() else 160).print(table(results))
-    if not is_whole:
-        print(f"kvist: interrupted with {len(results)} of {len(configs)} results", file=sys.stderr)
-        raise typer.Exit(130)
-
-
-def replayed(
-    read: FileTrace, configs: list[replays.ReplayConfig], processes: int | None
-) -> tuple[list[replays.ReplayResult], bool]:
-    """Tell what is wrong with the trace; return the results, and whether they are all."""
-    from kvist.lab.replay import ReplayInterrupted, compare
-
     num_requests = sum(1 for _ in read)  # all of it, so that what is wrong is known before anything runs
     tell_problems(read.problems)
     if not num_requests:
         raise TraceError("has no requests", file=str(read.path))
+    results, is_whole = replayed(read, configs, processes, num_requests)
+    if as_json:
+        print(json.dumps([result.as_dict() for result in results]))
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(table(results))
+    if out is not None:
+        with writing(out) as path:
+            write_results(results, path, out.suffix.lstrip(".").lower())
+    if not is_whole:
+        exit_interrupted(len(results), len(configs))
+
+
+def exit_interrupted(num_done: int, num_configs: int) -> NoReturn:
+    """Say that Ctrl-C came, and exit as commands do then."""
+    print(f"kvist: interrupted with {num_done} of {num_configs} results", file=sys.stderr)
+    raise typer.Exit(130)
+
+
+def replayed(
+    read: FileTrace, configs: list[replays.ReplayConfig], processes: int | None, num_requests: int
+) -> tuple[list[replays.ReplayResult], bool]:
+    """Return the results of a trace of so many requests, and whether they are all."""
+    from kvist.lab.replay import ReplayInterrupted, compare
+
     try:
         with _bar() as tell:
-            return compare(read, configs, processes, tell), True
+            return compare(read, configs, processes, tell, num_requests=num_requests), True
     except ReplayInterrupted as interrupted:
         return interrupted.results, False
 

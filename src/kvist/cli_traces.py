@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson", "AtOnce", "BlockSize", "Limit", "OnError", "Seed", "Tokenizer", "TraceSpec", "add_trace_commands",
-    "numbers", "opened", "tell_problems", "told", "writing",
+    "check_writable", "numbers", "opened", "tell_problems", "told", "writing",
 ]  # fmt: skip
 
 Told = Callable[..., AbstractContextManager[None]]
@@ -52,6 +53,10 @@ Exit status: 0 done; 1 the model or the trace cannot be used; 2 wrong arguments;
 """
 
 
+MAX_BLOCK_SIZE = 2**20
+"""That of traces, which are imported only where they are read."""
+
+
 class OnErrorChoice(StrEnum):
     """What becomes of malformed lines."""
 
@@ -74,7 +79,8 @@ Tokenizer = Annotated[
 Limit = Annotated[int | None, typer.Option(min=1, help="Read only so many requests.", show_default=False)]
 AtOnce = Annotated[int, typer.Option(min=1, help="Sessions that go on side by side, where a trace has no clock.")]
 BlockSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens in a block; that of the trace, or 16.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens in a block; that of the trace, or 16.", show_default=False),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed, the same bytes.")]
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace to write; .gz and .zst are packed.")]
@@ -145,7 +151,10 @@ def make(
     block_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens of a block in the mooncake form; 512, or that of another trace.", show_default=False
+            min=1,
+            max=MAX_BLOCK_SIZE,
+            help="Tokens of a block in the mooncake form; 512, or that of another trace.",
+            show_default=False,
         ),
     ] = None,
     on_error: OnError = OnErrorChoice.FATAL,
@@ -238,14 +247,23 @@ def _write(requests: Iterable[Request] | None, out: Path, form: FormChoice, bloc
         return mooncake.write(counted, path, block_size=block_size)
 
 
+def check_writable(out: Path) -> None:
+    """Raise ArgumentError for a file that cannot be written, before what it is to have is computed."""
+    if not out.parent.is_dir():
+        raise ArgumentError(f"{out} cannot be written: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ArgumentError(f"{out} cannot be written: it is a folder")
+    if not os.access(out.parent if not out.exists() or out.is_file() else out, os.W_OK):
+        raise ArgumentError(f"{out} cannot be written: no permission")
+
+
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
     """Give a file to write, which takes the place of `out` when it is whole; pipes are written directly."""
+    check_writable(out)
     if out.exists() and not out.is_file():
         yield out
         return
-    if not out.parent.is_dir():
-        raise ArgumentError(f"{out} cannot be written: there is no folder {out.parent}")
     begun = out.with_name(f".begun-{out.name}")
     try:
         yield begun

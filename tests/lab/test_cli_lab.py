@@ -16,8 +16,9 @@ from tests.lab.trace_files import mooncake, word_tokenizer, written
 from tests.serve.models import tiny_model
 from typer.testing import CliRunner
 
+from kvist import cli_lab, cli_replays
 from kvist.cli import app
-from kvist.lab.traces import open_trace
+from kvist.lab.traces import FileTrace, open_trace
 
 COMMANDS = ("curve", "replay", "compare", "report", "make", "record")
 
@@ -318,6 +319,52 @@ def test_a_folder_that_is_not_there_is_told(day, tmp_path):
     result = invoke("lab", "make", "chat", "-o", tmp_path / "no" / "m")
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"there is no folder {tmp_path / 'no'}\n" in result.stderr
+
+
+def test_the_prefix_tree_of_a_report_begins_with_namespaces(tmp_path):
+    lines = [{"tokens": list(range(40)), "namespace": ["<b>acme", number]} for number in (7, 7, 8)]
+    page = tmp_path / "day.html"
+    done("lab", "report", written(tmp_path / "day.jsonl", *lines), "--out", page, "--blocks", "9", "--policy", "lru")
+    shown = page.read_text()
+    assert "acme/7" in shown
+    assert "acme/8" in shown
+    assert "<b>acme" not in shown
+
+
+def test_of_many_namespaces_the_smallest_go_together_in_the_tree(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_lab, "MAX_LABELS", 2)
+    lines = [{"tokens": [number] * 20, "namespace": name} for number, name in enumerate(["a", "b", "b", "c"])]
+    page = tmp_path / "day.html"
+    done("lab", "report", written(tmp_path / "day.jsonl", *lines), "--out", page, "--blocks", "9", "--policy", "lru")
+    assert "2 other namespaces" in page.read_text()
+
+
+def test_a_trace_is_read_twice_for_a_replay_with_a_bar(day, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    num_passes, read = [], FileTrace.__iter__
+    monkeypatch.setattr(FileTrace, "__iter__", lambda trace: (num_passes.append(1), read(trace))[1])
+    result = done("lab", "replay", day, "--blocks", "50")
+    assert "requests/s" in result.stderr
+    assert len(num_passes) == 2
+
+
+def test_blocks_larger_than_memory_are_refused_in_a_line(day):
+    result = invoke("lab", "replay", day, "--blocks", 5, "--block-size", 2**40)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "block_size is 1099511627776, must be 1 .. 1,048,576\n" in result.stderr
+    assert invoke("lab", "curve", day, "--block-size", 2**40).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["replay", "compare", "report"])
+@pytest.mark.parametrize(("out", "said"), [("no/out", "there is no folder no"), ("out", "it is a folder")])
+def test_what_cannot_be_written_is_told_before_anything_is_replayed(day, monkeypatch, command, out, said):
+    monkeypatch.chdir(day.parent)
+    ending = ".html" if command == "report" else ".json"
+    Path(f"out{ending}").mkdir()
+    monkeypatch.setattr(cli_replays, "replayed", None)
+    result = invoke("lab", command, day, "--blocks", 5, "--out", out + ending)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"kvist: {out}{ending} cannot be written: {said}\n"
 
 
 # -- what is wrong ----------------------------------------------------------------------------------------------------

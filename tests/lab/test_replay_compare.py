@@ -4,6 +4,9 @@ import csv
 import doctest
 import json
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -30,6 +33,7 @@ from kvist.lab.replay import (
     table,
     write_results,
 )
+from kvist.lab.replay.running import _interrupts_held
 from kvist.serve.scheduler import Request as Served
 from kvist.serve.scheduler import Scheduler
 
@@ -127,6 +131,16 @@ def test_interrupted_processes_stop_and_what_is_done_is_kept(tmp_path):
     results = caught.value.results
     assert any(result.is_complete for result in results)
     assert len(results) < len(configs)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be held here")
+def test_ctrl_c_while_processes_begin_waits_and_never_reaches_them():
+    show = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    begun = []
+    with pytest.raises(KeyboardInterrupt), _interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        begun.append(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout)
+    assert begun == ["True\n"]
 
 
 def test_progress_tells_the_rate_and_the_time_left():

@@ -110,6 +110,12 @@ def test_a_tail_that_has_no_id_is_made_up_from_what_is_before_it():
         (mooncake(0, []), "no tokens"),
         (mooncake(0, [1], num_tokens=-3), "input_length is not a count: got -3"),
         (mooncake(0, [1], block_size=0), "block_size is 0"),
+        (mooncake(0, [1], num_tokens=5, block_size=2**31 - 1), "block_size is 2,147,483,647: must be 1 .. 1,048,576"),
+        (mooncake(0, [1, 2], num_tokens=2**25, block_size=2**20), "a prompt too long: input_length is 33,554,432"),
+        (mooncake(10**400, [1]), "timestamp is not a time: got 1000"),
+        (mooncake(1e300, [1]), "timestamp is not a time: got 1e+300"),
+        (mooncake(0, [1], num_tokens=10**400), "input_length is not a count"),
+        (mooncake(0, [1], session="\ud800"), "text that is no Unicode"),
         ("[" * 100_000, "no JSON"),
     ],
 )
@@ -389,6 +395,14 @@ def test_what_is_wrong_with_a_session_is_told_with_its_line(tmp_path, line, said
 
 
 # -- token ids --------------------------------------------------------------------------------------------------------
+
+
+def test_halves_of_characters_are_told_in_an_array_and_whole_ones_are_read(tmp_path):
+    told = {"tokens": [1], "session": "\U0001f600"}
+    assert [request.session for request in open_trace(written(tmp_path / "whole.json", [told]))] == ["\U0001f600"]
+    half = written(tmp_path / "half.json", [told, {"tokens": [1], "session": "\udc00"}])
+    with pytest.raises(TraceError, match=r":1: text that is no Unicode: .*udc00"):
+        list(open_trace(half))
 
 
 @pytest.mark.parametrize("field", ["tokens", "prompt_token_ids", "input_tok_ids", "input_ids", "token_ids", "prompt"])

@@ -8,25 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.extents import Namespace
+from kvist.lab.traces.requests import GOLDEN, MIX_1, mixed
 
 __all__ = ["Keys", "chained", "content_keys", "mixed", "scope_key"]
 
 Keys = NDArray[np.uint64]
 """Names of blocks, uint64 `[n]`."""
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def mixed(values: Keys) -> Keys:
-    """Return splitmix64's finaliser of each value, a bijection (Steele, Lea and Flood, OOPSLA 2014).
-
-    >>> bool((mixed(np.arange(3, dtype=np.uint64)) != mixed(np.arange(1, 4, dtype=np.uint64))).all())
-    True
-    """
-    values = (values ^ (values >> np.uint64(30))) * MIX_1
-    values = (values ^ (values >> np.uint64(27))) * MIX_2
-    return values ^ (values >> np.uint64(31))
 
 
 def scope_key(namespace: Namespace, salt: int = 0) -> np.uint64:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvist.core.extents import Namespace
 from kvist.errors import ArgumentError
 from kvist.lab.curves.keys import Keys, chained, content_keys, mixed, scope_key
+from kvist.lab.traces.fields import MAX_BLOCK_SIZE
 from kvist.lab.traces.requests import HashedPrompt, Prompt, Request
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "References", "block_size_of", "references_of", "sample_of"]
@@ -86,7 +87,7 @@ def references_of(
     the last one also where the block is partly filled; else, and where prompts are token ids, every full block of
     tokens is one. With a `rate` below 1 only blocks that are drawn, by a hash of what they are, are kept in memory.
 
-    Raises ArgumentError for a block size below 1 or a rate outside 0 .. 1, and what reading the trace raises.
+    Raises ArgumentError for a block size outside 1 .. 2**20, a rate outside 0 .. 1, and what reading the trace raises.
 
     >>> from kvist.lab.traces.requests import TokenPrompt
     >>> asked = [[1, 2, 3, 4, 5], [1, 2, 3, 5, 6, 7], [3, 4]]
@@ -116,8 +117,8 @@ def block_size_of(trace: Iterable[Request], block_size: int | None) -> int:
     if size is None and isinstance(trace, list | tuple):
         prompts = (request.prompt for request in trace)
         size = next((prompt.block_size for prompt in prompts if isinstance(prompt, HashedPrompt)), None)
-    if size is not None and size < 1:
-        raise ArgumentError(f"block_size is {size}, must be at least 1")
+    if size is not None and not 1 <= size <= MAX_BLOCK_SIZE:
+        raise ArgumentError(f"block_size is {size}, must be 1 .. {MAX_BLOCK_SIZE:,}")
     return DEFAULT_BLOCK_SIZE if size is None else size
 
 

@@ -12,6 +12,7 @@ from kvist.config import AttentionSpec, CacheConfig, LayerSpec
 from kvist.core.retention import Retention
 from kvist.errors import ConfigError
 from kvist.lab.replay.cost import CostModel
+from kvist.lab.traces.fields import MAX_BLOCK_SIZE
 from kvist.tier_config import HostTier, RemoteTier, TierSpec
 
 __all__ = ["ReplayConfig", "SlowTier", "grid"]
@@ -110,6 +111,8 @@ class ReplayConfig:
         Raises ConfigError, which names all that is wrong.
         """
         problems = self._problems()
+        if block_size > MAX_BLOCK_SIZE:
+            problems.append(f"block_size is {block_size}, must be 1 .. {MAX_BLOCK_SIZE:,}")
         if problems:
             raise ConfigError(problems)
         sizes = [self.num_blocks] if isinstance(self.num_blocks, int) else list(self.num_blocks)

@@ -26,7 +26,8 @@ class ReplayResult:
     Of `num_requests`, `num_never_fit` were more than the whole cache and were passed over. References are blocks of
     prompts as `references_of` counts them; hits are whole blocks that were found, in whatever tier. `hit_rate_tokens`
     counts tokens, also those found in a block that agrees in part. `by_namespace` has prompt_tokens and hit_tokens of
-    each namespace; `evictions` device blocks by reason, and of tiers under their name; `misses` tokens by class.
+    each namespace; `evictions` device blocks by reason, and of tiers under their name; `misses` tokens by class,
+    the last one of each prompt apart, which is always computed.
     `num_preemptions` is how often a sequence had to give its blocks up, after which `num_recomputed_tokens` were
     computed again. `ttft_s` has percentiles of the time to the first token, simulated, from arrival; `duration_s` is
     simulated too, `wall_s` is not. `series` has up to 128 points in time: hit rate by tokens since the one before, and

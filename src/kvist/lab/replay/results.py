@@ -96,7 +96,8 @@ def table(results: Sequence[ReplayResult]) -> Table:
         from rich.table import Table
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("tables need rich: pip install 'kvist[cli]'", name=error.name) from error
-    tiers = list(dict.fromkeys(name for result in results for name in result.hit_tokens_by_tier))
+    found = dict.fromkeys(name for result in results for name in result.hit_tokens_by_tier)
+    tiers = sorted(found, key=lambda name: {"device": 0, "host": 1}.get(name, 2))
     shown = Table(header_style="bold")
     shown.add_column("configuration", overflow="fold")
     for name in ("hit, blocks", "hit, tokens", *(f"from {tier}" for tier in tiers if len(tiers) > 1)):

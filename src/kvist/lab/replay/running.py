@@ -7,8 +7,9 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -95,12 +96,18 @@ def replay(trace: TraceSource, config: ReplayConfig, progress: Told | None = Non
 
 
 def compare(
-    trace: TraceSource, configs: Sequence[ReplayConfig], processes: int | None = None, progress: Told | None = None
+    trace: TraceSource,
+    configs: Sequence[ReplayConfig],
+    processes: int | None = None,
+    progress: Told | None = None,
+    *,
+    num_requests: int | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace with each configuration, as many at a time as there are `processes` (default: processors).
 
     Results come in the order of the configurations. Each process opens the trace itself; what is no name of one is
-    pickled. On Ctrl-C, ReplayInterrupted has the results there are.
+    pickled. On Ctrl-C, ReplayInterrupted has the results there are. For `progress`, the trace is read once more to
+    count its requests, unless `num_requests` says how many it has.
 
     Raises ConfigError for settings that cannot be, before anything runs, and what reading the trace raises.
     """
@@ -111,7 +118,7 @@ def compare(
     if processes is not None and processes < 1:
         raise ArgumentError(f"processes is {processes}, must be at least 1")
     num_processes = min(processes or os.cpu_count() or 1, len(configs))
-    total = num_requests_of(opened) if progress else None
+    total = num_requests if num_requests is not None or progress is None else num_requests_of(opened)
     board = _Board(configs, None if total is None else total * len(configs), progress)
     if num_processes <= 1:
         return _in_turn(opened, configs, board)
@@ -204,8 +211,10 @@ def _side_by_side(
     with ProcessPoolExecutor(
         num_processes, mp_context=context, initializer=_begin_worker, initargs=(told, stop)
     ) as executor:
-        futures = {executor.submit(_work, source, config, index): index for index, config in enumerate(configs)}
+        futures: dict[Future[ReplayResult | None], int] = {}
         try:
+            with _interrupts_held():  # workers begin with the first of these
+                futures |= {executor.submit(_work, source, each, index): index for index, each in enumerate(configs)}
             _watch(futures, told, board)
         except KeyboardInterrupt:
             stop.set()
@@ -216,6 +225,22 @@ def _side_by_side(
             executor.shutdown(wait=False, cancel_futures=True)
             raise
     return board.in_order
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of this; processes that begin within never get it, where systems can do that.
+
+    Else it would reach workers before they ignore it, while they import what they need.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_iterator(trace: Iterable[Request]) -> bool:

@@ -146,11 +146,11 @@ class Serving:
 
     def _begin(self, request: Request, arrival_s: float) -> bool:
         """Admit the request that waits first, or pass it over if it can never fit; False if it has to wait."""
-        prompt = self._prompt(request)
         seconds_before = 0.0 if self.stack is None else self.stack.seconds
         from_before = self._num_from_tiers()
         try:
-            self._refuse_never_fitting(len(prompt), request)
+            self._refuse_never_fitting(request)
+            prompt = self._prompt(request)
             sequence = (
                 self.manager.add_sequence(prompt, namespace=request.namespace, retention=self.config.retention)
                 if len(prompt)
@@ -181,13 +181,24 @@ class Serving:
         if self.config.content == "tokens":
             return prompt.tokens()
         if isinstance(prompt, HashedPrompt) and prompt.block_size == self.block_size:
-            num_tokens = len(prompt.hash_ids) * self.block_size
+            num_tokens = self._num_blocks(request) * self.block_size
             whole = HashedPrompt(prompt.hash_ids, prompt.block_size, num_tokens, prompt.salt).tokens()
         else:
             whole = prompt.tokens()[: prompt.num_tokens // self.block_size * self.block_size]
         return np.concatenate([whole, QUERY_TOKEN]) if len(whole) else whole
 
-    def _refuse_never_fitting(self, num_prompt_tokens: int, request: Request) -> None:
+    def _num_blocks(self, request: Request) -> int:
+        """Return how many references a prompt is: of hashed ones of this block size every id is one."""
+        prompt = request.prompt
+        if isinstance(prompt, HashedPrompt) and prompt.block_size == self.block_size:
+            return len(prompt.hash_ids)
+        return prompt.num_tokens // self.block_size
+
+    def _refuse_never_fitting(self, request: Request) -> None:
+        """Raise NeverFits for what is too long, before its tokens are made; of whole blocks, one more is computed."""
+        num_prompt_tokens = request.prompt.num_tokens
+        if self.config.content == "blocks":
+            num_prompt_tokens = self._num_blocks(request) * self.block_size + 1
         # A sequence whose output takes no place needs none for it.
         num_made = max(request.num_output_tokens - 1, 0) if self._takes_place else 0
         if num_prompt_tokens + num_made > self._longest:
@@ -213,9 +224,7 @@ class Serving:
         num_tokens = sequence.num_prompt_tokens - (1 if self.config.content == "blocks" else 0)
         tally.admitted(request.namespace, num_tokens, num_cached)
         tally.num_output_tokens += request.num_output_tokens
-        prompt = request.prompt
-        is_own = isinstance(prompt, HashedPrompt) and prompt.block_size == self.block_size
-        tally.num_references += -(-num_tokens // self.block_size) if is_own else num_tokens // self.block_size
+        tally.num_references += self._num_blocks(request)
         tally.num_hit_blocks += num_cached // self.block_size
         self._note_peak()
         load_s, left = 0.0, num_cached

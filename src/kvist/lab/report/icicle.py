@@ -143,10 +143,11 @@ def _nodes(runs: _Runs, labels: Sequence[str] | None, num_requests: int, max_nod
     """
     ranked = np.argsort(-runs.num_requests, kind="stable")
     kept, dropped = np.sort(ranked[:max_nodes]), ranked[max_nodes:]
-    names = [] if labels is None else list(dict.fromkeys(labels))
+    place_of_name = {name: place for place, name in enumerate(dict.fromkeys(labels or ()), start=1)}
+    names = list(place_of_name)
     place_of = np.full(len(runs.heads) + 1, -1, np.int64)
     place_of[kept] = np.arange(len(kept)) + 1 + len(names)
-    tops = np.array([names.index(label) + 1 for label in labels or ()], np.int64)
+    tops = np.array([place_of_name[label] for label in labels or ()], np.int64)
     above = np.where(runs.parents >= 0, place_of[runs.parents], 0)
     if labels is not None:
         above = np.where(runs.parents >= 0, above, tops[runs.first_requests])

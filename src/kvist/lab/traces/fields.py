@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,18 @@ from numpy.typing import NDArray
 
 from kvist.core.tokens import MAX_TOKEN
 
-__all__ = ["Malformed", "count", "first_of", "hash_ids", "seconds", "text", "token_ids"]
+__all__ = [
+    "MAX_BLOCK_SIZE", "MAX_PROMPT_TOKENS", "MAX_SECONDS", "Malformed", "block_size", "count", "first_of", "hash_ids",
+    "prompt_length", "seconds", "text", "token_ids",
+]  # fmt: skip
 
 WORD = 2**64
+MAX_PROMPT_TOKENS = 2**24
+"""More than any model reads; what stands for them takes 400 MB of memory."""
+MAX_SECONDS = 1e15
+"""More than any clock says; beyond it a second is not told from the next."""
+MAX_BLOCK_SIZE = 2**20
+"""Tokens that a block of a trace may have; a manager holds as many for each sequence."""
 
 
 class Malformed(ValueError):
@@ -40,11 +48,29 @@ def count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
 
 
 def seconds(fields: dict[str, Any], name: str, scale: float = 1.0, default: float | None = None) -> float:
-    """Return a field that is a time, times `scale`, in seconds: finite and 0 or more."""
+    """Return a field that is a time, times `scale`, in seconds: 0 or more, and finite."""
     value = _value(fields, name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS / scale:
         raise Malformed(*_wrong(fields, name, "a time"))
     return value * scale
+
+
+def prompt_length(fields: dict[str, Any], name: str) -> int:
+    """Return a field that counts the tokens of a prompt: no more than any model reads, and memory holds."""
+    length = count(fields, name)
+    if not length:
+        raise Malformed("no tokens", f"{name} is 0")
+    if length > MAX_PROMPT_TOKENS:
+        raise Malformed("a prompt too long", f"{name} is {length:,}, must be at most {MAX_PROMPT_TOKENS:,}")
+    return length
+
+
+def block_size(fields: dict[str, Any], default: int | None = None) -> int:
+    """Return the field `block_size`, in tokens."""
+    size = count(fields, "block_size", default)
+    if not 1 <= size <= MAX_BLOCK_SIZE:
+        raise Malformed(f"block_size is {size:,}", f"must be 1 .. {MAX_BLOCK_SIZE:,}")
+    return size
 
 
 def text(fields: dict[str, Any], name: str, default: str = "") -> str:

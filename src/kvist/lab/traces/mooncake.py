@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.lab.traces.chains import Chains
-from kvist.lab.traces.fields import Malformed, count, hash_ids, seconds, text
+from kvist.lab.traces.fields import Malformed, block_size, count, hash_ids, prompt_length, seconds, text
 from kvist.lab.traces.requests import HashedPrompt, Request
 from kvist.lab.traces.streams import Source, created
 
@@ -28,10 +28,7 @@ def is_mooncake(value: Any) -> bool:
 
 def block_size_of(value: dict[str, Any]) -> int:
     """Return how many tokens an id of this line stands for."""
-    size = count(value, "block_size", BLOCK_SIZE)
-    if size < 1:
-        raise Malformed("block_size is 0")
-    return size
+    return block_size(value, BLOCK_SIZE)
 
 
 def read(source: Source) -> Iterator[Request]:
@@ -40,13 +37,11 @@ def read(source: Source) -> Iterator[Request]:
 
 
 def _request(value: dict[str, Any], line: int) -> Request:
-    size, num_tokens = block_size_of(value), count(value, "input_length")
+    size, num_tokens = block_size_of(value), prompt_length(value, "input_length")
     ids = hash_ids(value.get("hash_ids"), "hash_ids")
     if len(ids) != -(-num_tokens // size) and not ("block_size" in value and len(ids) == num_tokens // size):
         told = f"{num_tokens} tokens are {-(-num_tokens // size)} blocks of {size}, got {len(ids)} ids"
         raise Malformed("input_length and hash_ids disagree", told)
-    if not num_tokens:
-        raise Malformed("no tokens", "input_length is 0")
     return Request(
         HashedPrompt(ids, size, num_tokens),
         seconds(value, "timestamp", 1e-3),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvist.core.extents import Namespace
 from kvist.lab.traces.conversations import Chat, Tokenizing
-from kvist.lab.traces.fields import Malformed, first_of, token_ids
+from kvist.lab.traces.fields import MAX_SECONDS, Malformed, first_of, token_ids
 from kvist.lab.traces.requests import Request, TokenPrompt
 from kvist.lab.traces.streams import Source
 
@@ -167,6 +166,6 @@ def _time_of(value: dict[str, Any], response: dict[str, Any]) -> float:
         except ValueError as error:
             raise Malformed("a time that cannot be read", f"got {told!r:.60}") from error
         return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp()
-    if isinstance(told, bool) or not isinstance(told, int | float) or not isfinite(told) or told < 0:
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told <= MAX_SECONDS:
         raise Malformed("a time that cannot be read", f"got {told!r:.60}")
     return told / 1e3 if told > MIN_MS else float(told)

@@ -11,7 +11,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvist.lab.traces.fields import Malformed, count, hash_ids, seconds, text
+from kvist.lab.traces.fields import (
+    MAX_PROMPT_TOKENS,
+    Malformed,
+    block_size,
+    count,
+    hash_ids,
+    prompt_length,
+    seconds,
+    text,
+)
 from kvist.lab.traces.requests import HashedPrompt, Request
 from kvist.lab.traces.streams import Source
 
@@ -30,10 +39,7 @@ def block_size_of(value: dict[str, Any]) -> int:
     """Return how many tokens a hash of this trace stands for."""
     if value[HEAD] != FORMAT:
         raise Malformed("another format", f"expected {FORMAT}, got {value[HEAD]!r:.40}")
-    size = count(value, "block_size")
-    if size < 1:
-        raise Malformed("block_size is 0")
-    return size
+    return block_size(value)
 
 
 def head_line(block_size: int) -> bytes:
@@ -70,13 +76,13 @@ def read(source: Source) -> Iterator[Request]:
 
 
 def _request(size: int, value: dict[str, Any], line: int) -> Request:
-    num_tokens, num_output, ids = count(value, "in"), count(value, "out", 0), hash_ids(value.get("h"), "h")
+    num_tokens, num_output, ids = prompt_length(value, "in"), count(value, "out", 0), hash_ids(value.get("h"), "h")
     num_blocks, num_all = -(-num_tokens // size), -(-(num_tokens + num_output) // size)
-    if len(ids) not in (num_blocks, num_all) or not num_tokens:
+    if len(ids) not in (num_blocks, num_all):
         told = f"{num_tokens} and {num_output} tokens are {num_blocks} or {num_all} blocks of {size}, got {len(ids)}"
-        raise Malformed("in, out and h disagree" if num_tokens else "no tokens", told)
+        raise Malformed("in, out and h disagree", told)
     output = None
-    if num_output and len(ids) == num_all:
+    if num_output and len(ids) == num_all and num_output <= MAX_PROMPT_TOKENS:
         output = HashedPrompt(ids, size, num_tokens + num_output).tokens()[num_tokens:]
     namespace = text(value, "ns")
     return Request(

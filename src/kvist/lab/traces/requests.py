@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvist.core.extents import Namespace
 from kvist.lab.traces.problems import Problems
 
-__all__ = ["GOLDEN", "HashedPrompt", "Prompt", "Request", "TokenPrompt", "Trace", "mixed", "salt_of"]
+__all__ = ["GOLDEN", "MIX_1", "HashedPrompt", "Prompt", "Request", "TokenPrompt", "Trace", "mixed", "salt_of"]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -122,7 +122,11 @@ def salt_of(session: str) -> int:
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return splitmix64's finaliser of each value (Steele, Lea and Flood, 2014)."""
+    """Return splitmix64's finaliser of each value, a bijection (Steele, Lea and Flood, OOPSLA 2014).
+
+    >>> bool((mixed(np.arange(3, dtype=np.uint64)) != mixed(np.arange(1, 4, dtype=np.uint64))).all())
+    True
+    """
     values = (values ^ (values >> np.uint64(30))) * MIX_1
     values = (values ^ (values >> np.uint64(27))) * MIX_2
     return values ^ (values >> np.uint64(31))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.lab.traces.fields import Malformed, count, seconds, text
+from kvist.lab.traces.fields import Malformed, block_size, count, prompt_length, seconds, text
 from kvist.lab.traces.requests import HashedPrompt, Request, salt_of
 from kvist.lab.traces.side_by_side import Turns, side_by_side
 from kvist.lab.traces.streams import Source
@@ -31,10 +31,7 @@ def is_session(value: Any) -> bool:
 
 def block_size_of(value: dict[str, Any]) -> int:
     """Return how many tokens an id stands for."""
-    size = count(value, "block_size")
-    if size < 1:
-        raise Malformed("block_size is 0")
-    return size
+    return block_size(value)
 
 
 def read(source: Source, at_once: int) -> Iterator[Request]:
@@ -83,12 +80,10 @@ def _with_subagents(source: Source, line: int, session: dict[str, Any]) -> Itera
 
 
 def _prompt(value: dict[str, Any], size: int, salt: int) -> HashedPrompt:
-    num_tokens, ids = count(value, "in"), _expanded(value.get("h"))
+    num_tokens, ids = prompt_length(value, "in"), _expanded(value.get("h"))
     if len(ids) not in (num_tokens // size, -(-num_tokens // size)):
         told = f"{num_tokens} tokens are {num_tokens // size} full blocks of {size}, got {len(ids)} ids"
         raise Malformed("in and h disagree", told)
-    if not num_tokens:
-        raise Malformed("no tokens", "in is 0")
     return HashedPrompt(ids, size, num_tokens, salt)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,8 @@ PIECE_BYTES = 1 << 16
 ZSTD_PIECE_BYTES = 1 << 12
 """As packed: what a piece unpacks to is held, and may be ten thousand times as long."""
 NUM_HEADS = 100
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Where half of a surrogate pair may be: JSON can say it, but it is no character, and no file or hash can have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,11 @@ class Source:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 self.add(number, "no JSON", f"{error}, in {line[:60]!r}")
-            else:
+                continue
+            if _is_unicode(value, line):
                 yield number, value
+            else:
+                self.add(number, "text that is no Unicode", f"{line[:60]!r}")
 
     def heads(self) -> Iterator[tuple[int, Any]]:
         """Yield the first values, JSON or else lines as they are, without complaint; enough to tell what this is."""
@@ -118,16 +124,30 @@ class Source:
                 while pieces.ahead() not in (b"]", b""):
                     line = pieces.line
                     try:
-                        value = pieces.value(decoder)
+                        value, content = pieces.value(decoder)
                     except (ValueError, RecursionError) as error:
                         self.add(line, "no JSON", f"in an array: {error}")
                         return
-                    yield line, value
+                    if _is_unicode(value, content.encode()):
+                        yield line, value
+                    else:
+                        self.add(line, "text that is no Unicode", f"{content[:60]!r}")
                     pieces.skip(b",")
                 if not pieces.skip(b"]"):
                     self.add(pieces.line, "no JSON", "the array has no end")
             if pieces.ahead():
                 self.add(pieces.line, "no JSON", "something follows the array")
+
+
+def _is_unicode(value: Any, content: bytes) -> bool:
+    """Say whether all text of a JSON value can be written again: whether it has no half of a surrogate pair."""
+    if not HALF.search(content):
+        return True
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Pieces:
@@ -158,8 +178,8 @@ class _Pieces:
         self._at += 1
         return True
 
-    def value(self, decoder: json.JSONDecoder) -> Any:
-        """Return the value that begins here; more is read until it is whole."""
+    def value(self, decoder: json.JSONDecoder) -> tuple[Any, str]:
+        """Return the value that begins here, and its text; more is read until it is whole."""
         value, end = None, -1
         while end < 0:
             try:
@@ -170,9 +190,10 @@ class _Pieces:
                 held = len(self._text) - self._at
                 if held > MAX_LINE_BYTES or not self._more(max(PIECE_BYTES, held)):
                     raise
-        self.line += self._text.count("\n", self._at, end)
+        content = self._text[self._at : end]
+        self.line += content.count("\n")
         self._at = end
-        return value
+        return value, content
 
     def _more(self, num_bytes: int) -> bool:
         """Let go of what was read, and hold more; returns whether there was any."""
