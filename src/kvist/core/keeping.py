@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,8 +126,26 @@ class Keeper:
             blocks = extent.blocks[:, keep : keep + num_blocks]
             self._keep(extent, extent.start + keep, blocks, tier, EVICTED)
 
+    def published(self, extent: Extent) -> Iterator[KeptBlocks]:
+        """Yield orders, given to nobody, for all that the device has of the prefix that ends with an extent of it."""
+        path = extent.path()
+        if not path or not self.on_commit:
+            return
+        digests = self.chain.of_path(extent, 0, extent.start + extent.num_blocks)
+        for each in path:
+            num_blocks = len(each.tokens) // self.chain.block_bytes
+            if each.key is not None and num_blocks:
+                named = digests[each.start : each.start + num_blocks]
+                yield from self._orders(each, named, each.blocks[:, :num_blocks], "device", COMMITTED)
+
     def _keep(self, extent: Extent, first: int, blocks: Blocks, tier: str, cause: str) -> None:
         digests = self.chain.of_path(extent, first, first + blocks.shape[1])
+        for order in self._orders(extent, digests, blocks, tier, cause):
+            self._order(order)
+
+    def _orders(
+        self, extent: Extent, digests: list[bytes], blocks: Blocks, tier: str, cause: str
+    ) -> Iterator[KeptBlocks]:
         root = extent
         while root.parent is not None:
             root = root.parent
@@ -136,4 +154,4 @@ class Keeper:
             present = np.flatnonzero(column >= 0)
             if len(present):
                 keys = self.chain.keys(root.namespace, [digests[at] for at in present.tolist()], group)
-                self._order(KeptBlocks(keys, column[present], group, tier, cause, extent.priority, extent.hits))
+                yield KeptBlocks(keys, column[present], group, tier, cause, extent.priority, extent.hits)
