@@ -74,8 +74,11 @@ class StoreLink:
     def offer_again(self, state: CacheState, extent: Extent) -> None:
         """Hand to the stores what they did not take before of the prefix that ends with an extent of the device."""
         if self.stack.may_refill and state.keeper is not None:
-            for order in state.keeper.published(extent):
-                self.stack.refill(order.keys, order.group, order.priority, order.hits, partial(self._read, order))
+            state.keeper.offer_again(extent, self.stack.num_missed, self._refill)
+
+    def _refill(self, order: KeptBlocks) -> bool:
+        read = partial(self._read, order)
+        return self.stack.refill(order.keys, order.group, order.priority, order.hits, read)
 
     def _read(self, order: KeptBlocks, at: NDArray[np.intp]) -> NDArray[np.uint8] | None:
         """Return the bytes of some blocks of an order, `[n, block_bytes]`; None where the memory cannot read them."""

@@ -6,10 +6,15 @@ Otherwise a system prompt that was computed while a server was away would be mis
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from tests.core.layers import FULL, sliding, state
 
 from kvist import CacheConfig, HostTier, KVCacheManager, RemoteTier
+from kvist.core.chain import Chain
+from kvist.core.extents import Extent, Root
+from kvist.core.identity import IdentityTable
+from kvist.core.keeping import Keeper
 from kvist.journal import Journal, replay
 from kvist.testing import FAULTY_URL, TokenMemory, faulty_stores
 from kvist.tiers.breaker import CircuitBreaker
@@ -157,8 +162,45 @@ def test_a_store_that_fails_each_write_is_tried_with_one_block_for_an_admission(
 
 def test_without_refusals_nothing_is_looked_at(monkeypatch):
     with served() as server:
-        monkeypatch.setattr("kvist.core.keeping.Keeper.published", refuse)
+        monkeypatch.setattr("kvist.core.keeping.Keeper.offer_again", refuse)
         assert [server.leave(prompt(1)) for _ in range(3)] == [0, 12, 12]
+
+
+def test_a_prefix_of_which_stores_lack_nothing_is_looked_through_once_until_they_refuse_more(monkeypatch):
+    """What is remembered may be gone for ever: the digests of a long prompt are not to be made for it each time."""
+    with served() as server:
+        assert [server.leave(prompt(1)) for _ in range(2)] == [0, 12]
+        server.guard.missed.add([b"of a block that is evicted"])
+        server.leave(prompt(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("kvist.core.chain.Chain.of_path", refuse)
+            assert server.leave(prompt(1)) == 12
+        server.store._forget(key := next(iter(server.store._entries)))
+        server.guard.missed.add([key])
+        server.leave(prompt(1))
+        assert server.stats().num_refilled == 1
+
+
+def test_an_extent_is_looked_through_again_when_it_has_got_blocks_or_was_not_done_with():
+    chain = Chain(b"fingerprint", 2, IdentityTable())
+    tokens = np.arange(4, dtype=np.int32).tobytes()
+    extent = Extent(Root((), 2), tokens[:8], tokens, np.array([[4, 5], [-1, 7]], np.int32), 1)
+    keeper = Keeper(chain, refuse, on_commit=True, on_evict=False)
+
+    def offered(refusals, is_done=True):
+        seen = []
+        keeper.offer_again(
+            extent, refusals, lambda order: seen.append((order.group, order.sources.tolist())) or is_done
+        )
+        return seen
+
+    assert offered(1, is_done=False) == [(0, [4, 5]), (1, [7])]
+    assert offered(1) == [(0, [4, 5]), (1, [7])]
+    assert offered(1) == []
+    extent.blocks[1, 0] = 6
+    assert offered(1) == [(0, [4, 5]), (1, [6, 7])]
+    assert offered(1) == []
+    assert offered(2) == [(0, [4, 5]), (1, [6, 7])]
 
 
 def test_what_is_evicted_and_gone_is_not_offered_again_and_is_offered_when_it_is_computed_anew():
@@ -256,7 +298,8 @@ def test_no_more_than_so_many_keys_are_remembered_the_newest():
     missed = MissedKeys(max_keys=3)
     missed.add([b"a", b"b", b"c", b"a", b"d"])
     assert (len(missed), missed.num_forgotten) == (3, 1)
-    assert missed.take([b"a", b"b", b"c", b"d"], limit=9) == [0, 2, 3]
+    assert missed.take([b"a", b"b", b"c", b"d"], limit=2) == ([0, 2], False)
+    assert missed.take([b"a", b"b", b"c", b"d"], limit=2) == ([3], True)
     assert len(missed) == 0
 
 
@@ -264,5 +307,5 @@ def test_keys_that_many_threads_add_and_take_are_taken_once():
     missed, keys = MissedKeys(), [bytes([number]) for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: missed.add([key]), keys))
-        taken = [at for found in pool.map(lambda _: missed.take(keys, limit=50), range(8)) for at in found]
+        taken = [at for found, _ in pool.map(lambda _: missed.take(keys, limit=50), range(8)) for at in found]
     assert sorted(taken) == list(range(200))

@@ -126,17 +126,24 @@ class Keeper:
             blocks = extent.blocks[:, keep : keep + num_blocks]
             self._keep(extent, extent.start + keep, blocks, tier, EVICTED)
 
-    def published(self, extent: Extent) -> Iterator[KeptBlocks]:
-        """Yield orders, given to nobody, for all that the device has of the prefix that ends with an extent of it."""
-        path = extent.path()
-        if not path or not self.on_commit:
+    def offer_again(self, extent: Extent, refusals: int, offer: Callable[[KeptBlocks], bool]) -> None:
+        """Offer what the device has of the prefix that ends with an extent of it, by orders that nobody else is given.
+
+        `offer` returns whether it is done with what an order has. Extents of which it was, when there had been as many
+        `refusals`, and that have not changed since, are left out.
+        """
+        path = [(each, (refusals, int((each.blocks >= 0).sum()))) for each in extent.path()]
+        unseen = [(each, seen) for each, seen in path if each.offered != seen]
+        if not unseen or not self.on_commit:
             return
-        digests = self.chain.of_path(extent, 0, extent.start + extent.num_blocks)
-        for each in path:
-            num_blocks = len(each.tokens) // self.chain.block_bytes
-            if each.key is not None and num_blocks:
-                named = digests[each.start : each.start + num_blocks]
-                yield from self._orders(each, named, each.blocks[:, :num_blocks], "device", COMMITTED)
+        first = unseen[0][0].start
+        digests = self.chain.of_path(extent, first, extent.start + extent.num_blocks)
+        for each, seen in unseen:
+            num_blocks = len(each.tokens) // self.chain.block_bytes if each.key is not None else 0
+            named = digests[each.start - first : each.start - first + num_blocks]
+            orders = self._orders(each, named, each.blocks[:, :num_blocks], "device", COMMITTED)
+            are_done = [offer(order) for order in orders]
+            each.offered = seen if all(are_done) else None
 
     def _keep(self, extent: Extent, first: int, blocks: Blocks, tier: str, cause: str) -> None:
         digests = self.chain.of_path(extent, first, first + blocks.shape[1])

@@ -139,13 +139,14 @@ class GuardedStore:
         """Whether there is something that was not taken and might be now."""
         return len(self.missed) > 0 and not self.breaker.is_open
 
-    def take_missed(self, keys: Sequence[bytes], entry_bytes: int) -> list[int]:
-        """Return the indexes of leading keys of one namespace to `refill` now; they are remembered no more.
+    def take_missed(self, keys: Sequence[bytes], entry_bytes: int) -> tuple[list[int], bool]:
+        """Return the indexes of leading keys of one namespace to `refill` now, and whether nothing else is missed.
 
-        They are as many as the queue has room for; after a write that failed, one alone until another has succeeded.
+        They are remembered no more. There are as many as the queue has room for; after a write that failed, one alone
+        until another has succeeded.
         """
         if not self.may_refill or not keys or self._queue.is_dropped(keys[0]):
-            return []
+            return [], not keys or not self.missed
         num_waiting = self._queue.num_bytes
         limit = (self.limits.max_queued_bytes - num_waiting) // max(entry_bytes, 1)
         if self._is_failing:

@@ -14,19 +14,19 @@ MAX_MISSED_KEYS = 1 << 16
 class MissedKeys:
     """Keys of contents that were refused or could not be written, at most `max_keys`; several threads may call.
 
-    Beyond that the oldest are forgotten, `num_forgotten` of them so far.
+    Beyond that the oldest are forgotten, `num_forgotten` of the `num_added` so far.
 
     >>> missed = MissedKeys(max_keys=2)
     >>> missed.add([b"a", b"b", b"c"])
     >>> missed.take([b"a", b"b", b"c"], limit=1), len(missed), missed.num_forgotten
-    ([1], 1, 1)
+    (([1], False), 1, 1)
     """
 
     def __init__(self, max_keys: int = MAX_MISSED_KEYS) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
         self._max_keys = max_keys
         self._lock = Lock()
-        self.num_forgotten = 0
+        self.num_added = self.num_forgotten = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -37,17 +37,22 @@ class MissedKeys:
             for key in keys:
                 self._keys[key] = None
                 self._keys.move_to_end(key)
+                self.num_added += 1
             while len(self._keys) > self._max_keys:
                 self._keys.popitem(last=False)
                 self.num_forgotten += 1
 
-    def take(self, keys: Sequence[bytes], limit: int) -> list[int]:
-        """Return the indexes of leading keys that are remembered, at most so many, and remember them no more."""
+    def take(self, keys: Sequence[bytes], limit: int) -> tuple[list[int], bool]:
+        """Return the indexes of leading keys that are remembered, at most so many, and whether these are all.
+
+        They are remembered no more.
+        """
         with self._lock:
-            found = [at for at, key in enumerate(keys) if key in self._keys][: max(limit, 0)]
-            for at in found:
+            found = [at for at, key in enumerate(keys) if key in self._keys]
+            taken = found[: max(limit, 0)]
+            for at in taken:
                 self._keys.pop(keys[at], None)
-            return found
+            return taken, len(taken) == len(found)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remember keys no more: they are offered once again."""

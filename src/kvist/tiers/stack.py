@@ -337,18 +337,26 @@ class StoreStack:
         """Whether some store might now take what it did not take before."""
         return any(level.store.may_refill for level in self._levels)
 
-    def refill(self, keys: Sequence[bytes], group: int, priority: int, hits: int, read: Read) -> None:
+    @property
+    def num_missed(self) -> int:
+        """How many blocks stores did not take so far, one after the other; it only grows."""
+        return sum(level.store.missed.num_added for level in self._levels)
+
+    def refill(self, keys: Sequence[bytes], group: int, priority: int, hits: int, read: Read) -> bool:
         """Hand each store what it did not take when it was committed, of blocks of a group, as much as it has room for.
 
-        The keys are of one namespace.
+        The keys are of one namespace. Returns whether that is all of it.
         """
+        is_all = True
         for level in self._levels:
             if not level.takes("committed", priority, hits):
                 continue
-            at = level.store.take_missed(keys, self._block_bytes[group])
+            at, are_all = level.store.take_missed(keys, self._block_bytes[group])
+            is_all = is_all and are_all
             rows = read(np.array(at)) if at else None
             if rows is not None:
                 level.store.refill([(keys[each], memoryview(row)) for each, row in zip(at, rows, strict=True)])
+        return is_all
 
     def drop(self, tag: bytes) -> None:
         """Forget all contents of a namespace in every store; an empty tag: everything.
