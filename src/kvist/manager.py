@@ -190,6 +190,10 @@ class KVCacheManager(CacheCore):
             return None
         return installed.extent
 
+    def _offer_again(self, extent: Extent) -> None:
+        if self._link is not None and not self._state.moves:  # else its blocks are not filled yet
+            self._link.offer_again(self._state, extent)
+
     def _in_stores(
         self, prompt: bytes | memoryview, namespace: Namespace, match: Match | None, first: int
     ) -> tuple[tuple[str, int], ...]:

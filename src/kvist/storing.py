@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvist.config import CacheConfig
 from kvist.core import restoring
 from kvist.core.admission import prompt_needs
-from kvist.core.extents import Blocks, Match, Namespace
+from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.keeping import KeptBlocks
 from kvist.core.restoring import Installed, Missing
 from kvist.core.state import CacheState
@@ -67,12 +67,26 @@ class StoreLink:
         """Hand blocks to the stores that want such; those that the memory cannot read are not stored."""
         if not self.stack.wants(order.cause, order.priority, order.hits):
             return
+        rows = self._read(order, np.arange(len(order.keys)))
+        if rows is not None:
+            self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
+
+    def offer_again(self, state: CacheState, extent: Extent) -> None:
+        """Hand to the stores what they did not take before of the prefix that ends with an extent of the device."""
+        if self.stack.may_refill and state.keeper is not None:
+            state.keeper.offer_again(extent, self.stack.num_missed, self._refill)
+
+    def _refill(self, order: KeptBlocks) -> bool:
+        read = partial(self._read, order)
+        return self.stack.refill(order.keys, order.group, order.priority, order.hits, read)
+
+    def _read(self, order: KeptBlocks, at: NDArray[np.intp]) -> NDArray[np.uint8] | None:
+        """Return the bytes of some blocks of an order, `[n, block_bytes]`; None where the memory cannot read them."""
         try:
-            rows = np.asarray(self._memory.read_blocks(order.group, order.sources, order.source_tier))
+            return np.asarray(self._memory.read_blocks(order.group, order.sources[at], order.source_tier))
         except Exception:
-            self.num_unread_blocks += len(order.keys)
-            return
-        self.stack.put(order.keys, rows, order.cause, order.priority, order.hits)
+            self.num_unread_blocks += len(at)
+            return None
 
     def find(
         self,

@@ -34,7 +34,8 @@ class Extent:
     needed much. What was evicted from below it, and when, is in `lost`, by the key that it had. What goes on from an
     extent of the device in the host tier is in `lower`, like `children`. `chain` is, where that was needed once, a
     number of blocks of its prefix and the digest of what these hold. `run` is what events call its content,
-    and where in that it begins.
+    and where in that it begins. `offered` says at which state of refusals by stores it was last looked through for what
+    they lack, and how many blocks it had.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Extent:
         "lost",
         "lower",
         "num_short_children",
+        "offered",
         "order",
         "parent",
         "references",
@@ -71,6 +73,7 @@ class Extent:
         self.lower: dict[bytes, Extent] | None = None
         self.chain: tuple[int, bytes] | None = None
         self.run: tuple[Run, int] | None = None
+        self.offered: tuple[int, int] | None = None
         self.order: SortedKeys | None = None
         self.num_short_children = 0
         self.references = self.hits = self.ticket = self.spare = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,8 +126,33 @@ class Keeper:
             blocks = extent.blocks[:, keep : keep + num_blocks]
             self._keep(extent, extent.start + keep, blocks, tier, EVICTED)
 
+    def offer_again(self, extent: Extent, refusals: int, offer: Callable[[KeptBlocks], bool]) -> None:
+        """Offer what the device has of the prefix that ends with an extent of it, by orders that nobody else is given.
+
+        `offer` returns whether it is done with what an order has. Extents of which it was, when there had been as many
+        `refusals`, and that have not changed since, are left out.
+        """
+        path = [(each, (refusals, int((each.blocks >= 0).sum()))) for each in extent.path()]
+        unseen = [(each, seen) for each, seen in path if each.offered != seen]
+        if not unseen or not self.on_commit:
+            return
+        first = unseen[0][0].start
+        digests = self.chain.of_path(extent, first, extent.start + extent.num_blocks)
+        for each, seen in unseen:
+            num_blocks = len(each.tokens) // self.chain.block_bytes if each.key is not None else 0
+            named = digests[each.start - first : each.start - first + num_blocks]
+            orders = self._orders(each, named, each.blocks[:, :num_blocks], "device", COMMITTED)
+            are_done = [offer(order) for order in orders]
+            each.offered = seen if all(are_done) else None
+
     def _keep(self, extent: Extent, first: int, blocks: Blocks, tier: str, cause: str) -> None:
         digests = self.chain.of_path(extent, first, first + blocks.shape[1])
+        for order in self._orders(extent, digests, blocks, tier, cause):
+            self._order(order)
+
+    def _orders(
+        self, extent: Extent, digests: list[bytes], blocks: Blocks, tier: str, cause: str
+    ) -> Iterator[KeptBlocks]:
         root = extent
         while root.parent is not None:
             root = root.parent
@@ -136,4 +161,4 @@ class Keeper:
             present = np.flatnonzero(column >= 0)
             if len(present):
                 keys = self.chain.keys(root.namespace, [digests[at] for at in present.tolist()], group)
-                self._order(KeptBlocks(keys, column[present], group, tier, cause, extent.priority, extent.hits))
+                yield KeptBlocks(keys, column[present], group, tier, cause, extent.priority, extent.hits)

@@ -142,6 +142,8 @@ class CacheCore:
             sequence = admission.admit(state, prompt, namespace, match, wishes)
         if state.moves:
             self._perform_moves([sequence])
+        if state.keeper is not None and wishes.reuses:
+            self._offer_again(sequence._extent)
         admission.count_prompt(state, sequence)
         return sequence
 
@@ -198,6 +200,9 @@ class CacheCore:
     ) -> Extent | None:
         """Bring to the device what stores have of a prompt, up to `limit` bytes, and hold it; here there are none."""
         return None
+
+    def _offer_again(self, extent: Extent) -> None:
+        """Hand to stores what they did not take before of the prefix that ends with an extent; here there are none."""
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -367,6 +372,8 @@ class CacheCore:
             for extent in held:
                 self._state.tree.release(extent)
         self._perform_moves()
+        if self._state.keeper is not None and sequence.reuses:
+            self._offer_again(sequence._extent)
         return num_lost
 
     def _restore_suspended(self, sequence: Sequence, held: list[Extent]) -> None:

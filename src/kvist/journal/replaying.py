@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvist.config import CacheConfig
 from kvist.core import restoring
-from kvist.core.extents import Match, Namespace
+from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast
 from kvist.core.moves import Move
 from kvist.core.restoring import Installed
@@ -275,6 +275,9 @@ class _Shelves:
 
     def keep(self, order: Any) -> None:
         """Keep nothing."""
+
+    def offer_again(self, state: CacheState, extent: Extent) -> None:
+        """Offer nothing: what was offered again is not part of what happened to the core."""
 
     def bring_up(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,

@@ -20,6 +20,7 @@ import numpy as np
 from kvist.errors import ArgumentError
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.counting import Counts
+from kvist.tiers.missed import MissedKeys
 from kvist.tiers.protocol import Store, StoreStats
 from kvist.tiers.speed import Speed
 from kvist.tiers.workers import Busy, Call, Late, Workers
@@ -62,7 +63,8 @@ class GuardedStore:
     A call that is late, fails or is refused finds nothing. Too many failures in a row open the `breaker`, and the store
     is not asked at all until it admits a call again. `put` copies contents and returns how many will be written behind
     the caller's back; what the queue has no room for is refused. What is dropped counts as gone at once, and is dropped
-    again after writes under way, and after failures, until it is. `name` is for the log and the threads.
+    again after writes under way, and after failures, until it is. `missed` remembers what was not taken, or not written
+    in the end. `name` is for the log and the threads.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class GuardedStore:
         breaker: CircuitBreaker | None = None,
         clock: Callable[[], float] = time.monotonic,
         name: str = "store",
+        missed: MissedKeys | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ArgumentError(f"timeout_s is {timeout_s}, but must be above 0")
         self.store, self.timeout_s, self.limits, self.name = store, timeout_s, limits, name
         self.breaker = breaker or CircuitBreaker(clock=clock)
         self.last_error: Exception | None = None
+        self.missed = MissedKeys() if missed is None else missed
+        self._is_failing = False  # the last write did
         self._clock = clock
         self._speed = Speed(clock=clock)
         self._counts = Counts()
@@ -94,6 +99,7 @@ class GuardedStore:
             lot_entries=limits.lot_entries,
             retry_s=limits.retry_s,
             name=f"kvist {name} writer",
+            missed=self.missed.add,
         )
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -120,16 +126,43 @@ class GuardedStore:
 
     def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> int:
         """Copy leading entries as far as there is room, to be written soon, and return how many; this never waits."""
+        keys = [key for key, _ in entries]
         if self.breaker.is_open:
             self._counts.add(num_refused=len(entries))
+            self.missed.add(keys)
             return 0
+        self.missed.discard(keys)
         return self._queue.offer(entries)
+
+    @property
+    def may_refill(self) -> bool:
+        """Whether there is something that was not taken and might be now."""
+        return len(self.missed) > 0 and not self.breaker.is_open
+
+    def take_missed(self, keys: Sequence[bytes], entry_bytes: int) -> tuple[list[int], bool]:
+        """Return the indexes of leading keys of one namespace to `refill` now, and whether nothing else is missed.
+
+        They are remembered no more. There are as many as the queue has room for; after a write that failed, one alone
+        until another has succeeded.
+        """
+        if not self.may_refill or not keys or self._queue.is_dropped(keys[0]):
+            return [], not keys or not self.missed
+        num_waiting = self._queue.num_bytes
+        limit = (self.limits.max_queued_bytes - num_waiting) // max(entry_bytes, 1)
+        if self._is_failing:
+            limit = min(limit, 0 if num_waiting else 1)
+        return self.missed.take(keys, limit)
+
+    def refill(self, entries: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Put what was missed, as `put` does; what is not taken or written this time is remembered again."""
+        self._counts.add(num_refilled=self.put(entries))
 
     def drop(self, tag: bytes) -> None:
         """Forget all contents of a namespace; an empty tag: everything.
 
         They count as gone from now on, and the store is asked until it has forgotten them.
         """
+        self.missed.drop(tag)
         self._queue.drop(tag, self.timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
@@ -158,6 +191,7 @@ class GuardedStore:
             num_errors=own.num_errors,
             num_timeouts=own.num_timeouts,
             num_calls=own.num_calls,
+            num_refilled=own.num_refilled,
             seconds=own.seconds,
         )
 
@@ -223,12 +257,14 @@ class GuardedStore:
             finally:
                 ended()
 
+        is_written = False
         try:
-            return self._ask(put, or_else=ended) is not None
+            is_written = self._ask(put, or_else=ended) is not None
         except ArgumentError as error:
             self.last_error = error
             self._counts.add(num_errors=1)
-            return False
+        self._is_failing = not is_written
+        return is_written
 
     def _ask(self, act: Callable[[Call[T]], T], or_else: Callable[[], None] = lambda: None) -> T | None:
         """Return what `act` returns if the breaker admits it and it ends in time, else None.

@@ -50,7 +50,8 @@ class StoreStats:
     """What a store holds and has done since it was opened. Bytes are those of contents, without overhead.
 
     What is held is 0 where a shared store cannot know it. `num_calls` of a guarded store have ended or were given up,
-    after `seconds` together, as its callers saw it.
+    after `seconds` together, as its callers saw it; `num_refilled` are entries that it did not take when they were put
+    first, and that waited to be written again.
     """
 
     num_entries: int = 0
@@ -66,6 +67,7 @@ class StoreStats:
     num_timeouts: int = 0
     num_calls: int = 0
     seconds: float = 0.0
+    num_refilled: int = 0
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvist.sizes import parse_bytes
 from kvist.tier_config import DiskTier, RemoteTier
 from kvist.tiers.guard import GuardedStore
+from kvist.tiers.missed import MAX_MISSED_KEYS, MissedKeys
 from kvist.tiers.opening import open_store
 from kvist.tiers.protocol import Store, StoreFormat, StoreStats
 
@@ -28,6 +29,9 @@ Look = Callable[[Sequence[bytes]], NDArray[np.int8]]
 
 Choose = Callable[[Look], Sequence[Sequence[bytes]]]
 """Says by group which keys to fetch, and looks for that where they are."""
+
+Read = Callable[[NDArray[np.intp]], NDArray[np.uint8] | None]
+"""Returns the contents of blocks with such indexes, `[n, block_bytes]`, or None where it cannot."""
 
 HERE, NOWHERE = -1, -2
 """Where contents are that were fetched ahead, and those that no store has."""
@@ -189,7 +193,7 @@ class StoreStack:
         self, stores: Sequence[tuple[DiskTier | RemoteTier, Store]], block_bytes: Sequence[int], *, names: Sequence[str]
     ) -> None:
         self._levels = [
-            _Level(name, tier, GuardedStore(store, tier.timeout_s, name=name))
+            _Level(name, tier, GuardedStore(store, tier.timeout_s, name=name, missed=_missed_by(tier)))
             for name, (tier, store) in zip(names, stores, strict=True)
         ]
         self._block_bytes = tuple(block_bytes)
@@ -328,6 +332,32 @@ class StoreStack:
             if level.takes(cause, priority, hits):
                 level.store.put(entries)
 
+    @property
+    def may_refill(self) -> bool:
+        """Whether some store might now take what it did not take before."""
+        return any(level.store.may_refill for level in self._levels)
+
+    @property
+    def num_missed(self) -> int:
+        """How many blocks stores did not take so far, one after the other; it only grows."""
+        return sum(level.store.missed.num_added for level in self._levels)
+
+    def refill(self, keys: Sequence[bytes], group: int, priority: int, hits: int, read: Read) -> bool:
+        """Hand each store what it did not take when it was committed, of blocks of a group, as much as it has room for.
+
+        The keys are of one namespace. Returns whether that is all of it.
+        """
+        is_all = True
+        for level in self._levels:
+            if not level.takes("committed", priority, hits):
+                continue
+            at, are_all = level.store.take_missed(keys, self._block_bytes[group])
+            is_all = is_all and are_all
+            rows = read(np.array(at)) if at else None
+            if rows is not None:
+                level.store.refill([(keys[each], memoryview(row)) for each, row in zip(at, rows, strict=True)])
+        return is_all
+
     def drop(self, tag: bytes) -> None:
         """Forget all contents of a namespace in every store; an empty tag: everything.
 
@@ -383,6 +413,11 @@ def open_stack(tiers: Sequence[DiskTier | RemoteTier], format: StoreFormat) -> S
             store.close()
         raise
     return StoreStack(opened, format.block_bytes, names=names)
+
+
+def _missed_by(tier: DiskTier | RemoteTier) -> MissedKeys:
+    """Return a memory for what a store does not take; what is stored when it is evicted is not at hand any more."""
+    return MissedKeys(MAX_MISSED_KEYS if tier.write == "through" else 0)
 
 
 def _opened(tier: DiskTier | RemoteTier, format: StoreFormat) -> Store:

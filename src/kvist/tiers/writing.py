@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
 
@@ -28,7 +28,8 @@ class WriteQueue:
 
     `write` takes entries and a callable, and returns whether they were written; the callable is to be called when the
     store has let go of them, be it later. `drop` takes a tag and returns whether the store has forgotten it. Both end
-    in bounded time. Of an offer of which a part was not written, the rest is not either.
+    in bounded time. Of an offer of which a part was not written, the rest is not either. `missed` is told the keys that
+    were not taken or not written; it must not call the queue.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class WriteQueue:
         lot_entries: int,
         retry_s: float,
         name: str,
+        missed: Callable[[Iterable[bytes]], None] = lambda _: None,
     ) -> None:
-        self._write, self._drop = write, drop
+        self._write, self._drop, self._missed = write, drop, missed
         self._max_bytes, self._lot_bytes, self._lot_entries, self._retry_s = max_bytes, lot_bytes, lot_entries, retry_s
         self._waiting: deque[_Waiting] = deque()
         self._num_bytes = self._num_offers = self._num_refused = 0
@@ -76,7 +78,7 @@ class WriteQueue:
                 self._waiting.append(_Waiting(key, bytes(contents), self._num_offers))
                 self._num_bytes += contents.nbytes
                 num_taken += 1
-            self._num_refused += len(entries) - num_taken
+            self._refuse([key for key, _ in entries[num_taken:]])
             self._wake()
             return num_taken
 
@@ -107,7 +109,12 @@ class WriteQueue:
         """Take nothing more; what still waits is not written."""
         with self._changed:
             self._is_stopped = True
-            self._num_refused += self._remove(lambda _: True)
+            self._num_refused += len(self._remove(lambda _: True))
+
+    def _refuse(self, keys: list[bytes]) -> None:
+        if keys:
+            self._num_refused += len(keys)
+            self._missed(keys)
 
     def _is_idle(self) -> bool:
         return not (self._waiting or self._is_writing or self._dropping)
@@ -115,13 +122,12 @@ class WriteQueue:
     def _is_dropped(self, key: bytes) -> bool:
         return b"" in self._dropping or key[:NAMESPACE_TAG_BYTES] in self._dropping
 
-    def _remove(self, is_unwanted: Callable[[_Waiting], bool]) -> int:
-        kept = [each for each in self._waiting if not is_unwanted(each)]
-        num_removed = len(self._waiting) - len(kept)
-        self._num_bytes -= sum(len(each.contents) for each in self._waiting) - sum(len(each.contents) for each in kept)
-        self._waiting = deque(kept)
+    def _remove(self, is_unwanted: Callable[[_Waiting], bool]) -> list[_Waiting]:
+        removed = [each for each in self._waiting if is_unwanted(each)]
+        self._waiting = deque(each for each in self._waiting if not is_unwanted(each))
+        self._num_bytes -= sum(len(each.contents) for each in removed)
         self._changed.notify_all()
-        return num_removed
+        return removed
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -172,7 +178,7 @@ class WriteQueue:
         is_written = self._write(entries, lambda: self._ended(lot))
         with self._changed:
             if not is_written:
-                self._num_refused += len(lot) + self._remove(lambda each: each.offer == lot[-1].offer)
+                self._refuse([each.key for each in [*lot, *self._remove(lambda each: each.offer == lot[-1].offer)]])
             self._is_writing = False
             self._changed.notify_all()
 

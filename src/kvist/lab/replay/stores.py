@@ -129,6 +129,9 @@ class SimulatedStack:
         """Fetch nothing: an admission gets it at once."""
         return Coming()
 
+    may_refill = False
+    """No tier refuses anything."""
+
     def wants(self, cause: str, priority: int, hits: int) -> bool:
         """Say whether any tier takes such blocks."""
         return any(level.takes(cause, priority, hits) for level in self._levels)
