@@ -26,7 +26,7 @@ demo: $(TOOLS)  ## answer three questions about one document with a real model, 
 	$(BIN)/python -m kvist.serve.demo
 
 test: $(TOOLS)  ## run all tests, and the NumPy-only ones on every other Python found
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 	$(BIN)/python scripts/test_every_python.py
 
 check: lint  ## run the linters, the type checker and the fast tests

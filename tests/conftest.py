@@ -18,10 +18,16 @@ settings.register_profile("quick", COMMON, max_examples=25, stateful_step_count=
 settings.register_profile("thorough", COMMON, max_examples=2000, stateful_step_count=100)
 settings.load_profile("default")
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
+GPU_TESTS = TESTS / "gpu"
+ATTACKS = (TESTS / "torture", TESTS / "fuzz", TESTS / "scale")
+"""What is slow there is left to `make torture`."""
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow") and any(map(item.path.is_relative_to, ATTACKS)):
+            item.add_marker(pytest.mark.long)
     on_gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]
     reason = missing_device() if on_gpu else None
     for item in on_gpu:
