@@ -325,7 +325,7 @@ def test_why_no_more_is_cached():
     manager.add_sequence([1, 2, 3, 4, 7, 8, 9, 9])
     assert "the last token" in reason(manager, [1, 2, 3])
     assert reason(manager, [1, 2, 3, 4, 7, 8, 9]).startswith("uncommitted: row 0 has more of it, but only 4")
-    assert reason(manager, [5, 6, 7, 8, 9]) == "other namespace: ('a',) has 4 tokens of it"
+    assert reason(manager, [5, 6, 7, 8, 9]).startswith("cold")
     assert reason(manager, [1, 2, 3, 4, 5, 6]).startswith("under a block")
     assert reason(manager, [11, 12, 13, 14]).startswith("cold")
     assert reason(manager, [11, 12, 13, 14], namespace=("b",)).startswith("cold")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.lower import DEVICE
-from kvist.core.misses import miss_of
+from kvist.core.misses import counted_miss, miss_of
 from kvist.core.promotion import find_lower, promote
 from kvist.core.retention import Retention
 from kvist.core.rewinding import extent_ending_at
@@ -192,7 +192,7 @@ def admit(  # noqa: C901, PLR0912  # every request comes here, and each further 
     return sequence
 
 
-def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
+def count_prompt(state: CacheState, sequence: Sequence, num_beams: int, prompt: bytes | memoryview) -> None:
     """Count a prompt that has just been admitted, and the blocks of each group that it reused or was given."""
     num_tokens, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
     counters, miss = state.counters, sequence.miss
@@ -200,6 +200,8 @@ def count_prompt(state: CacheState, sequence: Sequence, num_beams: int) -> None:
     counters.num_query_tokens += num_tokens
     counters.num_hit_tokens += num_cached
     if miss:
+        if num_cached < state.block_size:
+            miss = counted_miss(state, prompt, sequence.namespace, miss)
         counters.misses[miss] = counters.misses.get(miss, 0) + num_tokens - 1 - num_cached
     counters.recent.append((num_tokens, num_cached))
     num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size

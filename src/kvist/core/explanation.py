@@ -107,11 +107,6 @@ def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
         return f"uncommitted: row {best.row} has more of it, but only {computed} of its tokens are computed"
     if match.miss == "uncommitted":
         return "uncommitted: a running sequence has more of it, in a block that is not full"
-    for namespace, root in state.tree.roots.items():
-        if namespace != match.namespace:
-            other = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
-            if other.position // TOKEN_BYTES > match.num_tokens:
-                return f"other namespace: {namespace!r} has {other.position // TOKEN_BYTES} tokens of it"
     if match.miss == "under a block":
         return "under a block: what is missing fills no block"
     return "cold: the rest has never been committed here, or so long ago that its eviction is forgotten"

@@ -152,7 +152,7 @@ class CacheCore:
                 state.tree.release(extent)
         if state.moves:
             self._perform_moves([sequence])
-        admission.count_prompt(state, sequence, num_beams)
+        admission.count_prompt(state, sequence, num_beams, prompt)
         return sequence
 
     def _bring_up(
@@ -411,8 +411,6 @@ class CacheCore:
         """Say what a match of a prompt is, and why it is not longer."""
         num_tokens = len(prompt) // TOKEN_BYTES
         miss = misses.miss_of(self._state, prompt, namespace, match)
-        if miss == misses.COLD and self._state.publish_committed():  # another namespace may have just committed it
-            miss = misses.miss_of(self._state, prompt, namespace, match)
         evicted_s, eviction = None, ""
         if miss == misses.EVICTED:
             loss = misses.loss_after(self._state, prompt, namespace, match)

@@ -16,8 +16,9 @@ class PrefixMatch(NamedTuple):
     """How much of a prompt could be reused when it was looked up: a fact of that moment, it holds nothing.
 
     `num_block_tokens` lie in whole blocks, `num_partial_tokens` more in a block that agrees in part. `miss` says why it
-    is not more: "cold", "evicted", "other namespace", "uncommitted", "under a block", "window", or nothing where only
-    the last token is missing. What was evicted went `evicted_s` seconds before, for the reason `eviction`.
+    is not more: "cold", "evicted", "uncommitted", "under a block", "window", or nothing where only the last token is
+    missing. What was evicted went `evicted_s` seconds before, for the reason `eviction`. Nothing of a match depends on
+    what other namespaces hold.
     `num_known_tokens` are known to the cache, in whole blocks, although windows or states to go on from are not there.
     `runs` are the packed ids of the whole blocks, each with the number of its bytes that count: what the tree has in
     bytes is not copied for them. With a host tier, `num_host_tokens` of the tokens in whole blocks are there. `stored`

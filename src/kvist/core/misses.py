@@ -12,7 +12,7 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
-__all__ = ["COLD", "EVICTED", "MISSES", "loss_after", "miss_of"]
+__all__ = ["COLD", "EVICTED", "MISSES", "counted_miss", "loss_after", "miss_of"]
 
 COLD, EVICTED, OTHER_NAMESPACE = "cold", "evicted", "other namespace"
 UNCOMMITTED, UNDER_A_BLOCK, WINDOW = "uncommitted", "under a block", "window"
@@ -21,13 +21,19 @@ MISSES = (COLD, EVICTED, OTHER_NAMESPACE, UNCOMMITTED, UNDER_A_BLOCK, WINDOW)
 
 Never committed here; evicted since; there, but in another namespace; in a running sequence that has not committed it,
 or not yet a full block; less than a block; there, but without what windows or states would need to go on.
+
+What another namespace has is only counted, in the statistics of all: whoever asks for one prompt would learn from it
+what others have asked.
 """
 
 MAX_COMPARED = 64
 
 
 def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> str:
-    """Class the miss at the end of a match of all of a prompt but its last token; empty if nothing is missing."""
+    """Class the miss at the end of a match of all of a prompt but its last token; empty if nothing is missing.
+
+    It depends on nothing that other namespaces hold: to them, what is there is cold.
+    """
     position, limit, block_bytes = 0, len(prompt) - TOKEN_BYTES, state.tree.block_bytes
     if match is not None:
         position = match.position
@@ -42,13 +48,15 @@ def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace,
             return EVICTED
         if state.rows.num_running and _is_uncommitted(state, prompt, namespace, match):
             return UNCOMMITTED
-    if position + block_bytes > limit:
-        return UNDER_A_BLOCK
-    if not position and state.tree.losses.is_first_elsewhere(
-        bytes(prompt[:block_bytes]), state.tree.roots.get(namespace)
-    ):
-        return OTHER_NAMESPACE
-    return COLD
+    return UNDER_A_BLOCK if position + block_bytes > limit else COLD
+
+
+def counted_miss(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, miss: str) -> str:
+    """Return the class that a miss is counted in: of a cold prompt, whether another namespace has its first block."""
+    if miss != COLD:
+        return miss
+    first, root = bytes(prompt[: state.tree.block_bytes]), state.tree.roots.get(namespace)
+    return OTHER_NAMESPACE if state.tree.losses.is_first_elsewhere(first, root) else COLD
 
 
 def _is_evicted(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> bool:

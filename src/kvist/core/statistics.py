@@ -75,9 +75,10 @@ class Stats:
 
     A prompt is counted once, when it is admitted; a failed admission is not. `num_hit_tokens` counts the tokens of
     admitted prompts that were reused, out of `num_query_tokens`; `misses` the others by why they were missed (the last
-    token of each prompt is no miss). `num_reused_blocks` are whole blocks that were shared, `num_missed_blocks` the
-    prompts' blocks that had to be allocated, `num_allocated_blocks` these and those of growth, `num_new_blocks` those
-    of them for which nothing had to be evicted; `num_shared_blocks` were computed although the content was there.
+    token of each prompt is no miss), and of cold ones whether they begin as one in an "other namespace" does.
+    `num_reused_blocks` are whole blocks that were shared, `num_missed_blocks` the prompts' blocks that had to be
+    allocated, `num_allocated_blocks` these and those of growth, `num_new_blocks` those of them for which nothing had to
+    be evicted; `num_shared_blocks` were computed although the content was there.
     `evictions` are blocks by reason. A sequence that is suspended and resumed is counted in `num_suspended` and
     `num_resumed`, and what it had to compute again in `num_recomputed_tokens`, not among the prompts. What a caller's
     policy raised is counted in `num_policy_failures`, the latest in words is `last_policy_failure`.
