@@ -4,7 +4,7 @@ import gc
 
 import pytest
 from tests.core.layers import FULL, grouped, lose, sliding, state
-from tests.core.small import cached, computed, small
+from tests.core.small import cached, small
 
 from kvist import KVCacheManager
 from kvist.core import losses

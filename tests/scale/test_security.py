@@ -155,9 +155,8 @@ class Tenants:
 def told_of(event):
     """All that an event says but its number, which counts the events of others, too."""
     shown = [type(event).__name__, *(getattr(event, name, None) for name in ("digests", "parent", "start"))]
-    for field in fields(event):
-        if field.name not in ("id", "epoch", "run", "first", "end"):
-            shown.append((field.name, getattr(event, field.name)))
+    names = {field.name for field in fields(event)} - {"id", "epoch", "run", "first", "end"}
+    shown += [(name, getattr(event, name)) for name in sorted(names)]
     return [*shown, getattr(event, "tokens", np.zeros(0)).tolist()]
 
 
