@@ -3,6 +3,8 @@
 Work is counted in calls of functions and in bytes allocated, at one size and at ten times that size.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 from tests.scale.work import num_calls, peak_bytes
@@ -91,7 +93,7 @@ def test_offsets_that_do_not_fit_in_32_bits_are_refused_not_wrapped():
     sequence = manager.add_sequence([1, 2, 3])
     manager._state.rows.block_table[0, sequence.row, 0] = 2**31 - 2
     tables = manager.tables([sequence])
-    with pytest.raises(ValueError, match="int32|31"):
+    with pytest.raises(ValueError, match="int32"):
         tensorrt_offsets(tables.block_table, tables.held, 1)
 
 
@@ -342,7 +344,7 @@ def test_a_chain_of_ten_times_the_extents_is_at_most_ten_times_the_calls():
     managers = [made(8_000, 2, max_sequence_length=8_000) for _ in range(2)]
     prompts = [chained(depth, manager) for depth, manager in zip((100, 1_000), managers, strict=True)]
     few, many = (
-        [num_calls(lambda: manager.match_prefix(prompt)), num_calls(lambda: serve(manager, prompt))]
+        [num_calls(partial(act, prompt)) for act in (manager.match_prefix, partial(serve, manager))]
         for manager, prompt in zip(managers, prompts, strict=True)
     )
     assert all(large <= 10.5 * small for small, large in zip(few, many, strict=True))

@@ -1,6 +1,8 @@
 """A tenant learns nothing of what another's prompts hold; files are their owner's alone; peers are bounded."""
 
+import os
 import re
+import stat
 from dataclasses import fields
 
 import numpy as np
@@ -11,14 +13,18 @@ from hypothesis import strategies as st
 from kvist import (
     AttentionSpec,
     CacheConfig,
+    ConfigError,
+    DiskTier,
     HostTier,
     KVCacheManager,
     RemoteTier,
     Retention,
     StateSpec,
 )
+from kvist.journal import Journal
 from kvist.testing import TokenMemory
 from kvist.tiers.simulated import SimulatedStore
+from kvist.wire.files import FilePublisher
 
 FULL = AttentionSpec(1, 1)
 A, B = ("tenant a", b"salt of a"), ("tenant b", b"salt of b")
@@ -68,6 +74,7 @@ class Tenants:
     def act(self, tenant, act, prompt):
         """Let a tenant do something with one of the prompts."""
         self.now += tenant is B
+        assert self.manager.flush()  # so that what a store has does not depend on its threads
         shown = getattr(self, act)(tenant, PROMPTS[prompt])
         if tenant is B:
             self.told.append((act, shown))
@@ -176,3 +183,85 @@ def shown_to_b(acts, settings):
 def test_whatever_another_tenant_does_a_tenant_is_shown_the_same(settings, acts):
     alone = [each for each in acts if each[0] is B]
     assert shown_to_b(acts, settings) == shown_to_b(alone, settings)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_umask():
+    """A process whose files everybody could read and write, if they were not made otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def rights(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_journal_is_its_owners_alone_for_it_has_the_prompts(tmp_path):
+    manager = KVCacheManager(CacheConfig([FULL], block_size=2, num_blocks=4))
+    with Journal(tmp_path / "calls.jsonl").attach(manager):
+        manager.add_sequence([1, 2, 3])
+    assert rights(tmp_path / "calls.jsonl") == 0o600
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_file_of_events_is_its_owners_alone_also_once_it_is_rotated(tmp_path):
+    with FilePublisher(tmp_path / "events.jsonl", rotate_bytes=10) as publisher:
+        for _ in range(3):
+            publisher.publish(b'{"tokens": [1, 2, 3]}')
+    found = sorted(tmp_path.iterdir())
+    assert [path.name for path in found] == ["events.jsonl", "events.jsonl.1", "events.jsonl.2"]
+    assert {rights(path) for path in found} == {0o600}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_file_of_events_that_was_prepared_keeps_the_rights_that_it_was_given(tmp_path):
+    (tmp_path / "events.jsonl").touch(0o640)
+    with FilePublisher(tmp_path / "events.jsonl") as publisher:
+        publisher.publish(b"{}")
+    assert rights(tmp_path / "events.jsonl") == 0o640
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_all_of_a_disk_tier_is_its_owners_alone(tmp_path):
+    config = CacheConfig(
+        [FULL], 2, 8, max_sequence_length=16, model="a@1", tiers=[DiskTier(directory=tmp_path / "store")]
+    )
+    memory = TokenMemory(config)
+    with KVCacheManager(config, memory) as manager:
+        sequence = manager.add_sequence([1, 2, 3, 4, 5])
+        memory.write(sequence)
+        manager.commit([sequence])
+        assert manager.flush()
+    assert rights(tmp_path / "store") == 0o700
+    assert {rights(path) for path in (tmp_path / "store").iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "missing device"])
+def test_what_is_no_directory_is_refused_as_a_disk_tier(tmp_path, what):
+    place = tmp_path / "place"
+    if what == "file":
+        place.write_text("mine")
+    elif what == "pipe":
+        os.mkfifo(place)
+    else:
+        place = place.parent / "/dev/null"
+    config = CacheConfig([FULL], 2, 8, max_sequence_length=16, model="a@1", tiers=[DiskTier(directory=place)])
+    with pytest.raises(ConfigError, match="cannot be a store's directory"):
+        KVCacheManager(config, TokenMemory(config))
+    assert what != "file" or place.read_text() == "mine"
+
+
+def test_a_directory_of_other_things_is_refused_whatever_way_it_is_named(tmp_path):
+    (tmp_path / "home" / "deep").mkdir(parents=True)
+    (tmp_path / "home" / "letter").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    for place in (tmp_path / "home" / "deep" / "..", tmp_path / "link"):
+        config = CacheConfig([FULL], 2, 8, max_sequence_length=16, model="a@1", tiers=[DiskTier(directory=place)])
+        with pytest.raises(ConfigError, match="neither empty nor a store"):
+            KVCacheManager(config, TokenMemory(config))
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["deep", "letter"]
