@@ -11,7 +11,19 @@ from typing import Any
 
 from report import machine, machine_line, table
 
-BENCHMARKS = ("match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "import")
+BENCHMARKS = (
+    "match",
+    "admit",
+    "decode",
+    "scale",
+    "groups",
+    "policies",
+    "transfer",
+    "disk",
+    "events",
+    "import",
+    "pauses",
+)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 Work is counted in calls of functions and in bytes allocated, at one size and at ten times that size.
 """
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -122,6 +123,21 @@ def test_a_full_pool_of_ten_times_the_blocks_is_no_more_work_for_a_request_that_
         return lambda: serve(manager, prompt)
 
     assert_same_work(lambda: request(managers[0]), lambda: request(managers[1]))
+
+
+@pytest.mark.parametrize("length", [160, 1600])
+def test_the_garbage_collector_follows_three_objects_for_an_extent_at_most_and_none_for_a_block(length):
+    manager, prompts = made(20_000), [ids(length, seed) for seed in range(102)]
+    for prompt in prompts[:2]:
+        serve(manager, prompt)
+    manager.stats()
+    gc.collect()
+    before = len(gc.get_objects())
+    for prompt in prompts[2:]:
+        serve(manager, prompt)
+    gc.collect()
+    assert manager.stats().num_extents == 102
+    assert len(gc.get_objects()) - before <= 3 * 100
 
 
 @pytest.mark.slow
