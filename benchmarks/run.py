@@ -11,7 +11,20 @@ from typing import Any
 
 from report import machine, machine_line, table
 
-BENCHMARKS = ("match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "lab", "import")
+BENCHMARKS = (
+    "match",
+    "admit",
+    "decode",
+    "scale",
+    "groups",
+    "policies",
+    "transfer",
+    "disk",
+    "events",
+    "lab",
+    "import",
+    "pauses",
+)
 
 
 def main() -> None:

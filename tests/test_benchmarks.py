@@ -478,7 +478,20 @@ def test_a_target_says_whether_it_holds(target, value, reference, holds, ratio):
 
 @pytest.mark.parametrize(
     "benchmark",
-    ["match", "admit", "decode", "scale", "groups", "policies", "transfer", "disk", "events", "lab", "import"],
+    [
+        "match",
+        "admit",
+        "decode",
+        "scale",
+        "groups",
+        "policies",
+        "transfer",
+        "disk",
+        "events",
+        "lab",
+        "import",
+        "pauses",
+    ],
 )
 def test_every_benchmark_reports_its_rows_as_json(benchmark, tmp_path):
     trace = tmp_path / "small.jsonl"

@@ -16,6 +16,9 @@ from kvist.errors import ArgumentError, WireError
 
 __all__ = ["add_commands"]
 
+MAX_BATCH_BYTES = 1 << 28
+"""A publisher that sends a longer frame is cut off."""
+
 Told = Callable[..., AbstractContextManager[None]]
 """Turns errors that users can mend into a line and an exit status."""
 
@@ -153,6 +156,7 @@ def _received(endpoint: str, topic: str, count: int | None) -> Iterator[bytes]:
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         socket.linger = 0
+        socket.maxmsgsize = MAX_BATCH_BYTES
         socket.connect(endpoint)
         num_received = 0
         while count is None or num_received < count:

@@ -213,6 +213,7 @@ class CacheConfig:
     windows need not hold a whole prompt. `policy` names an eviction policy, or is a callable that gives an extent its
     sort key (the least goes first); what it raises is counted in `Stats.num_policy_failures`. `reuse=False` keeps
     nothing after `free`; `partial_reuse=False` reuses whole blocks only. Pins may hold up to `pin_budget` of a pool.
+    With `private_namespaces`, misses and explanations tell nothing of what other namespaces hold.
 
     `storage_order` says how a memory lays the blocks out: "layer_major", where each layer is one tensor, "block_major",
     where all layers of a block follow one another, so that a block moves in one piece, or "heads_first", which is
@@ -246,6 +247,7 @@ class CacheConfig:
     model: str = ""
     event_buffer: int = 0
     storage_order: StorageOrder = "layer_major"
+    private_namespaces: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -391,7 +393,7 @@ class CacheConfig:
             problems.append(f"policy is {self.policy!r}, must be one of {', '.join(POLICY_NAMES)} or a callable")
         problems += [
             f"{name} is {value!r}, must be True or False"
-            for name in ("reuse", "partial_reuse", "shared_pool", "ring")
+            for name in ("reuse", "partial_reuse", "shared_pool", "ring", "private_namespaces")
             if type(value := getattr(self, name)) is not bool
         ]
         if self.storage_order not in STORAGE_ORDERS:

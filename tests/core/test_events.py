@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from tests.core.layers import FULL, grouped, sliding, state
-from tests.core.small import small
+from tests.core.small import cached, small
 
 from kvist import ArgumentError, HostTier, Media, Retention, SequenceError
 from kvist.core import chain
@@ -341,3 +341,14 @@ def test_another_life_of_a_manager_has_another_epoch():
     assert contents.follow(first)
     serve(manager := told(), range(5))
     assert not contents.follow(manager.events.poll()[1:])
+
+
+def test_contents_hold_nothing_of_a_namespace_whose_blocks_are_all_gone():
+    manager, contents = small(event_buffer=1000), Contents()
+    for tenant in range(20):
+        cached(manager, [1, 2, 3, 4, 5], namespace=("tenant", tenant))
+        manager.drop(namespace=("tenant", tenant))
+        cached(manager, [1, 2, 3, 4, 5], namespace=("visitor", tenant))
+        manager.evict(8)
+    assert contents.follow(manager.events.poll())
+    assert contents.blocks == {}

@@ -67,6 +67,15 @@ def test_what_another_namespace_has_is_said_to_be_there():
     assert miss(manager, [1, 2, 3, 4, 5], namespace=("b",)) == "cold"
 
 
+def test_with_private_namespaces_what_another_has_is_cold_and_only_counted_apart():
+    manager = small(private_namespaces=True)
+    cached(manager, [1, 2, 3, 4], namespace=("a",))
+    assert miss(manager, [1, 2, 3, 4, 5], namespace=("b",)) == "cold"
+    assert "other" not in str(manager.explain([1, 2, 3, 4, 5]))
+    assert manager.add_sequence([1, 2, 3, 4, 5], namespace=("b",)).miss == "cold"
+    assert manager.stats().misses["other namespace"] == 4
+
+
 def test_what_another_namespace_has_just_committed_is_seen_too():
     manager = small()
     computed(manager, [1, 2, 3], namespace=("a",))

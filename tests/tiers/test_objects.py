@@ -1,5 +1,6 @@
 """ObjectStore in memory, in a folder, and against a real S3 server that is paused, killed and restarted."""
 
+import os
 from threading import Thread
 
 import pytest
@@ -181,3 +182,14 @@ def until_all_are_found(store):
 def test_what_cannot_be_opened_is_told(url):
     with pytest.raises(ConfigError):
         ObjectStore(url, FORMAT)
+
+
+def test_an_object_that_others_have_made_too_long_is_not_read(tmp_path):
+    """A sparse file of a terabyte: reading it would never end."""
+    store = ObjectStore(f"file://{tmp_path}", FORMAT, timeout_s=PATIENT)
+    store.put(entries(KEYS[:2]))
+    (path,) = tmp_path.rglob(KEYS[0][16:].hex())
+    os.truncate(path, 1 << 40)
+    assert found(store, KEYS[:2]) == [False, True]
+    assert not path.exists()
+    store.close()

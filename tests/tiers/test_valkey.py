@@ -170,3 +170,16 @@ def test_what_does_not_fit_the_format_is_refused_before_anything_is_put(shared):
         store.put([*entries(KEYS[:1]), (KEYS[1], memoryview(bytes(999)))])
     assert store.contains(KEYS[:1]) == [False]
     store.close()
+
+
+def test_of_a_value_that_others_have_made_too_long_no_more_is_read_than_tells_so(server):
+    store = ValkeyStore(server.url, FORMAT, timeout_s=PATIENT)
+    store.put(entries(KEYS[:2]))
+    with server.client() as client:
+        (name,) = client.keys(f"kvist:*:{KEYS[0][16:].hex()}")
+        client.append(name, bytes(20_000_000))
+        before = client.info("stats")["total_net_output_bytes"]
+        assert found(store, KEYS[:2]) == [False, True]
+        assert client.info("stats")["total_net_output_bytes"] - before < 100_000
+        assert not client.exists(name)
+    store.close()

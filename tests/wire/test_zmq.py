@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 import zmq
+from tests.tiers.services import free_port
 from tests.wire.listed import PATIENT, ListedSource, cleared, wait_until
 
 from kvist import ArgumentError, ConfigError
@@ -180,10 +181,30 @@ def test_a_subscriber_to_another_topic_gets_nothing(subscribe):
         assert others.receive(0) is None
 
 
-def test_defaults_are_those_of_vllm():
+def test_defaults_are_those_of_vllm_but_for_an_endpoint_that_only_this_machine_reaches():
     config = EventsConfig()
-    assert (config.endpoint, config.replay_endpoint, config.topic) == ("tcp://*:5557", None, "")
+    assert (config.endpoint, config.replay_endpoint, config.topic) == (None, None, "")
     assert (config.buffer_steps, config.hwm, config.max_queue_size) == (10_000, 100_000, 100_000)
+
+
+def test_a_publisher_that_is_not_told_where_is_bound_to_the_loopback(subscribe):
+    with ZmqPublisher(rank=free_port() - 5557) as publisher:
+        assert publisher.endpoint.startswith("tcp://127.0.0.1:")
+        subscriber = subscribe(publisher)
+        assert joined(subscriber, lambda: publisher.publish(b"batch"))[2] == b"batch"
+
+
+def test_a_subscription_longer_than_any_topic_is_not_kept_and_its_sender_is_cut_off(publisher, subscribe):
+    with zmq.Context() as context, context.socket(zmq.SUB) as greedy, context.socket(zmq.PAIR) as events:
+        greedy.monitor("inproc://events of greedy", zmq.EVENT_DISCONNECTED)
+        events.connect("inproc://events of greedy")
+        greedy.linger = 0
+        greedy.subscribe(b"x" * 8000)
+        greedy.connect(publisher.endpoint)
+        assert events.poll(PATIENT_MS)
+        greedy.monitor(None, 0)
+    subscriber = subscribe(publisher)
+    assert joined(subscriber, lambda: publisher.publish(b"batch"))[2] == b"batch"
 
 
 def test_an_endpoint_without_a_wildcard_is_connected_to():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvist.core import branches, holdings, recurrent, rings
 from kvist.core.extents import Blocks, Extent, Match, Namespace
 from kvist.core.lower import DEVICE
-from kvist.core.misses import miss_of
+from kvist.core.misses import OTHER_NAMESPACE, miss_of, shown_miss
 from kvist.core.promotion import find_lower, promote
 from kvist.core.rewinding import extent_ending_at
 from kvist.core.sequences import Encoder, Sequence, Wishes
@@ -204,6 +204,8 @@ def count_prompt(state: CacheState, sequence: Sequence) -> None:
     counters.recent.append((num_tokens, num_cached))
     if miss:
         counters.misses[miss] += num_tokens - 1 - num_cached
+        if miss is OTHER_NAMESPACE:
+            sequence.miss = shown_miss(state, miss)
     num_blocks, num_reused = state.rows.blocks_of[sequence.row], num_cached // state.block_size
     num_new = num_blocks - num_reused
     if sequence._beams is not None:

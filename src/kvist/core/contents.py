@@ -59,10 +59,10 @@ class Contents:
             elif isinstance(event, Stored):
                 self._place(event.namespace, (event.tier, event.group)).update(_named(event))
             elif isinstance(event, Removed):
-                self._place(event.namespace, (event.tier, event.group)).difference_update(_named(event))
+                self._remove(event.namespace, (event.tier, event.group), _named(event))
             elif isinstance(event, Moved):
                 named = _named(event)
-                self._place(event.namespace, (event.source_tier, event.group)).difference_update(named)
+                self._remove(event.namespace, (event.source_tier, event.group), named)
                 self._place(event.namespace, (event.tier, event.group)).update(named)
 
     def follow(self, events: Iterable[Event]) -> bool:
@@ -108,6 +108,16 @@ class Contents:
             present = np.flatnonzero(column >= 0).tolist()
             if present:
                 self._place(namespace, (tier, group)).update(digests[at] for at in present)
+
+    def _remove(self, namespace: Namespace, place: Place, named: list[bytes]) -> None:
+        """Take blocks away; what is empty then goes, too: namespaces come and go without end."""
+        there = self._place(namespace, place)
+        there.difference_update(named)
+        if not there:
+            places = self.blocks[namespace]
+            del places[place]
+            if not places:
+                del self.blocks[namespace]
 
     def _place(self, namespace: Namespace, place: Place) -> set[bytes]:
         return self.blocks.setdefault(namespace, {}).setdefault(place, set())

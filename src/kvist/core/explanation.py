@@ -113,7 +113,7 @@ def _why_not_more(state: CacheState, prompt: bytes, match: PrefixMatch) -> str:
         return f"uncommitted: row {best.row} has more of it, but only {computed} of its tokens are computed"
     if match.miss == "uncommitted":
         return "uncommitted: a running sequence has more of it, in a block that is not full"
-    for namespace, root in state.tree.roots.items():
+    for namespace, root in () if state.config.private_namespaces else state.tree.roots.items():
         if namespace != match.namespace:
             other = state.tree.find(root, prompt, len(prompt) - TOKEN_BYTES, partial=False)
             if other.position // TOKEN_BYTES > match.num_tokens:

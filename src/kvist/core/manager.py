@@ -454,6 +454,7 @@ class CacheCore:
         miss = misses.miss_of(state, prompt, namespace, match)
         if miss == misses.COLD and state.publish_committed():  # another namespace may have just committed it
             miss = misses.miss_of(state, prompt, namespace, match)
+        miss = misses.shown_miss(state, miss)
         evicted_s, eviction = None, ""
         if miss == misses.EVICTED:
             loss = misses.loss_after(state, prompt, namespace, match)

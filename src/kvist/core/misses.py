@@ -12,7 +12,7 @@ from kvist.core.tokens import TOKEN_BYTES, common_prefix
 if TYPE_CHECKING:
     from kvist.core.state import CacheState
 
-__all__ = ["COLD", "EVICTED", "MISSES", "loss_after", "miss_of"]
+__all__ = ["COLD", "EVICTED", "MISSES", "OTHER_NAMESPACE", "loss_after", "miss_of", "shown_miss"]
 
 COLD, EVICTED, OTHER_NAMESPACE = "cold", "evicted", "other namespace"
 UNCOMMITTED, UNDER_A_BLOCK, WINDOW = "uncommitted", "under a block", "window"
@@ -24,6 +24,15 @@ or not yet a full block; less than a block; there, but without what windows or s
 """
 
 MAX_COMPARED = 64
+
+
+def shown_miss(state: CacheState, miss: str) -> str:
+    """Return the class that whoever asks for one prompt is told.
+
+    With private namespaces it depends on nothing that others hold: what only another namespace has is cold, and counted
+    apart in the statistics of all.
+    """
+    return COLD if miss == OTHER_NAMESPACE and state.config.private_namespaces else miss
 
 
 def miss_of(state: CacheState, prompt: bytes | memoryview, namespace: Namespace, match: Match | None) -> str:

@@ -6,6 +6,7 @@ last line tells which call never returned; the outcome is what the call took fro
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
@@ -34,7 +35,7 @@ class Journal:
     With `survives`, each call is with the operating system before it is made, so that a process that is killed leaves
     all of them; without, calls are written in pieces, which costs less. `digest_every` calls, and when it is closed, it
     notes the manager's digest, which a replay must come to. The file has the prompts' token ids, and neither text nor
-    directories, hosts or credentials.
+    directories, hosts or credentials; if it is made, it is its owner's alone (0600).
 
     >>> from tempfile import TemporaryDirectory
     >>> from kvist import AttentionSpec, CacheConfig
@@ -73,7 +74,9 @@ class Journal:
             "has_memory": manager.memory is not None,
             "config": write_config(manager.config),
         }
-        file = open(self._path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115  # it is closed with the journal
+        file = open(  # noqa: SIM115  # it is closed with the journal
+            self._path, "wb", buffering=BUFFER_BYTES, opener=_opened_for_its_owner
+        )
         try:
             taps_of(manager).add(self)
         except BaseException:
@@ -162,3 +165,7 @@ def _own_version() -> str:
         return version("kvist")
     except PackageNotFoundError:
         return "not installed"
+
+
+def _opened_for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from kvist.errors import ConfigError, TransferError
 from kvist.tiers.counting import Counts
-from kvist.tiers.envelope import Envelope
+from kvist.tiers.envelope import ENVELOPE_BYTES, Envelope
 from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
 
 try:
@@ -73,7 +73,8 @@ class ObjectStore:
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Read objects at the same time, and fill the buffers of those that came whole and right."""
         paths = [self._path(key) for key in keys]
-        objects = self._found(self._read, paths)
+        sizes = [ENVELOPE_BYTES + buffer.nbytes for buffer in buffers]
+        objects = self._found(self._read, list(zip(paths, sizes, strict=True)))
         found = [
             content is not None and self._envelope.unseal(key, content, buffer)
             for key, content, buffer in zip(keys, objects, buffers, strict=True)
@@ -113,9 +114,11 @@ class ObjectStore:
     async def _look(self, path: str) -> object:
         return await obstore.head_async(self._bucket, path)
 
-    async def _read(self, path: str) -> memoryview:
+    async def _read(self, entry: tuple[str, int]) -> memoryview:
+        """Read an object of so many bytes; of another size, which can only be wrong, nothing is read."""
+        path, num_bytes = entry
         answer = await obstore.get_async(self._bucket, path)
-        return memoryview(await answer.bytes_async())
+        return memoryview(await answer.bytes_async() if answer.meta["size"] == num_bytes else b"")
 
     async def _write(self, entry: tuple[str, bytes]) -> object:
         path, sealed = entry

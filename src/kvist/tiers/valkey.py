@@ -15,7 +15,7 @@ from typing import Any
 
 from kvist.errors import TransferError
 from kvist.tiers.counting import Counts
-from kvist.tiers.envelope import Envelope
+from kvist.tiers.envelope import ENVELOPE_BYTES, Envelope
 from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
 
 try:
@@ -54,7 +54,8 @@ class ValkeyStore:
     `url` is `valkey://[user:password@]host[:port][/database]`, or `valkeys://` for TLS; `redis://`, `rediss://` and
     `unix://` mean the same. No answer is waited for longer than `timeout_s`, and nothing is asked twice. An entry is
     kept for `ttl_s` seconds, or as long as the server likes. A value that is not whole and of this format and key is a
-    miss, and removed. What a full server refuses is counted as refused. Many threads may call at once.
+    miss, and removed; of one that is too long no more is read than tells so. What a full server refuses is counted as
+    refused. Many threads may call at once.
 
     What the server holds is shared, and `stats` does not ask it: it counts what was done here.
 
@@ -95,7 +96,7 @@ class ValkeyStore:
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Read all entries in one round trip, and fill the buffers of those that are there, whole and right."""
         names = [self._name(key) for key in keys]
-        values = self._answers("GET", [(name,) for name in names], _is_foreign)
+        values = self._beginnings(names, [ENVELOPE_BYTES + buffer.nbytes for buffer in buffers])
         found = [
             isinstance(value, bytes) and self._envelope.unseal(key, value, buffer)
             for key, value, buffer in zip(keys, values, buffers, strict=True)
@@ -110,6 +111,17 @@ class ValkeyStore:
         with suppress(OSError):
             self._remove(wrong)
         return found
+
+    def _beginnings(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+        """Return what is there, cut off one byte after so many, which tells what is too long; None for nothing.
+
+        The server answers for nothing as for an empty value, so these are asked for once more.
+        """
+        asked = [(name, 0, size) for name, size in zip(names, sizes, strict=True)]
+        values = self._answers("GETRANGE", asked, _is_foreign)
+        empty = [name for name, value in zip(names, values, strict=True) if value == b""]
+        again = dict(zip(empty, self._answers("GET", [(name,) for name in empty], _is_foreign), strict=True))
+        return [again.get(name, value) for name, value in zip(names, values, strict=True)]
 
     def drop(self, tag: bytes) -> None:
         """Remove all entries of a namespace, or, for an empty tag, of this format; others stay."""

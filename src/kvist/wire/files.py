@@ -35,6 +35,8 @@ class FilePublisher:
     has died, batches are dropped and counted, and nobody waits. A reader that is slow fills the queue of
     `max_queue_size` batches, then others are dropped.
 
+    Events have token ids, so a file that is made is its owner's alone (0600); one that is there keeps its rights.
+
     A file that would become longer than `rotate_bytes` is renamed to `{path}.1`, that to `{path}.2`, up to `num_kept`.
     What follows a line that was cut off, by a full disk or a process that was killed, begins on a line of its own.
 
@@ -182,7 +184,7 @@ class FilePublisher:
         if self._path is None:
             raise BrokenPipeError("whoever read the pipe has gone")
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
-        self._adopt(os.open(self._path, how | getattr(os, "O_NONBLOCK", 0), 0o644))
+        self._adopt(os.open(self._path, how | getattr(os, "O_NONBLOCK", 0), 0o600))
         if self._size:
             with self._path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kvist.errors import TransferError
+from kvist.errors import TransferError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,8 @@ __all__ = ["TorchTransport"]
 SIZE_TAG, MESSAGE_TAG = 71, 72
 END = -1
 """The size that says that a rank sends no more."""
+MAX_RECEIVED_BYTES = 2**30
+"""What is announced as more is no message: memory for it is not even asked for."""
 
 
 class TorchTransport:
@@ -125,6 +127,8 @@ class TorchTransport:
                 self._wait_for(size, rank, SIZE_TAG)
                 if size.item() == END:
                     return
+                if not 0 <= size.item() <= MAX_RECEIVED_BYTES:
+                    raise WireError(f"size: expected 0 to {MAX_RECEIVED_BYTES} bytes, got {size.item()}")
                 message = torch.empty(int(size.item()), dtype=torch.uint8)
                 if len(message):
                     self._wait_for(message, rank, MESSAGE_TAG)

@@ -1,4 +1,6 @@
-"""Opens the publisher that settings name; the settings and their defaults are vLLM's for KV events."""
+"""Opens the publisher that settings name; the settings are vLLM's for KV events, and so are their defaults but for
+the endpoint, which is on the loopback where none is given.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ __all__ = ["EventsConfig", "open_publisher"]
 class EventsConfig:
     """Whether and how events are published: see `ZmqPublisher`.
 
-    `publisher` is "zmq" or "null"; None is "zmq" if `enabled`, else "null". What is not enabled is never published.
+    `publisher` is "zmq" or "null"; None is "zmq" if `enabled`, else "null". What is not enabled is never published. To
+    publish to other machines, as vLLM does without being told, give the endpoint `tcp://*:5557`.
 
     >>> EventsConfig(enabled=True).publisher_name
     'zmq'
@@ -22,7 +25,7 @@ class EventsConfig:
 
     enabled: bool = False
     publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
+    endpoint: str | None = None
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000

@@ -32,7 +32,11 @@ END = b"\xff" * 8
 
 _log = logging.getLogger("kvist.wire")
 
+LOOPBACK = "tcp://127.0.0.1:5557"
+"""Where a publisher is found that was not told where."""
+
 _MAX_REQUEST_BYTES = 256
+_MAX_SUBSCRIPTION_BYTES = 4096
 _CLOCK_MS = 5
 """Sockets give up this much after the limit, so that what ends before it has sent everything."""
 _SENT_AT_ONCE, _ANSWERED_AT_ONCE = 256, 8
@@ -62,12 +66,14 @@ def offset_endpoint(endpoint: str, rank: int) -> str:
 
 
 class ZmqPublisher:
-    """Publishes encoded batches to vLLM-style subscribers; defaults are vLLM's.
+    """Publishes encoded batches to vLLM-style subscribers; defaults are vLLM's, but for the endpoint.
 
-    An `endpoint` with `*` or `::`, or of ipc or inproc, is bound, another connected to; `replay_endpoint` is always
-    bound. Both are moved by `rank`. The last `buffer_steps` batches can be asked for again. A subscriber that does not
-    keep up loses batches once `hwm` of them wait for it, and sees a gap in the numbers, as it does for batches that
-    found no room in the queue of `max_queue_size`. No subscriber can hold up another one, nor the caller.
+    Without an `endpoint`, port 5557 is bound on this machine's loopback: batches have the prompts' token ids, and
+    whoever reaches the port can read them. An endpoint with `*` or `::`, or of ipc or inproc, is bound, another
+    connected to; `replay_endpoint` is always bound. All are moved by `rank`. The last `buffer_steps` batches can be
+    asked for again. A subscriber that does not keep up loses batches once `hwm` of them wait for it, and sees a gap in
+    the numbers, as it does for batches that found no room in the queue of `max_queue_size`. No subscriber can hold up
+    another one, nor the caller.
 
     Sockets live in a context of their own, those of inproc in the process's; with a `context`, they live there, and
     what is being sent when the publisher closes is sent as long as that context lives, at most the time limit.
@@ -79,7 +85,7 @@ class ZmqPublisher:
 
     def __init__(
         self,
-        endpoint: str = "tcp://*:5557",
+        endpoint: str | None = None,
         *,
         replay_endpoint: str | None = None,
         rank: int = 0,
@@ -92,7 +98,8 @@ class ZmqPublisher:
         for name, limit in (("rank", rank), ("hwm", hwm), ("buffer_steps", buffer_steps)):
             if limit < 0:
                 raise ArgumentError(f"{name} is {limit}, but must be at least 0")
-        endpoint = offset_endpoint(endpoint, rank)
+        binds = endpoint is None or any(sign in endpoint for sign in ("*", "::", "ipc://", "inproc://"))
+        endpoint = offset_endpoint(LOOPBACK if endpoint is None else endpoint, rank)
         replay_endpoint = replay_endpoint and offset_endpoint(replay_endpoint, rank)
         self.rank, self.topic = rank, topic
         self._topic = topic.encode()
@@ -105,7 +112,7 @@ class ZmqPublisher:
         if self._context is None:
             self._context = zmq.Context.instance() if is_inproc else zmq.Context()
         try:
-            self._open(endpoint, replay_endpoint, hwm)
+            self._open(endpoint, replay_endpoint, hwm, binds=binds)
         except BaseException:
             self._outbox.dispose()
             self._let_go(0)
@@ -155,10 +162,11 @@ class ZmqPublisher:
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
-    def _open(self, endpoint: str, replay_endpoint: str | None, hwm: int) -> None:
+    def _open(self, endpoint: str, replay_endpoint: str | None, hwm: int, *, binds: bool) -> None:
         publishing = self._socket(zmq.PUB, endpoint)
         publishing.set_hwm(hwm)
-        if any(sign in endpoint for sign in ("*", "::", "ipc://", "inproc://")):
+        publishing.maxmsgsize = _MAX_SUBSCRIPTION_BYTES
+        if binds:
             publishing.bind(endpoint)
             endpoint = publishing.get_string(zmq.LAST_ENDPOINT)
         else:
