@@ -267,6 +267,19 @@ def _print_curves(
         print(f"kvist: the knee is at {best.num_blocks:,} blocks, hit rate {best.hit_rate:.3f}", file=sys.stderr)
 
 
+def _drawn(curve: Curve, references: References) -> Curve:
+    """Return a curve at sizes so close together that its steps are seen, also where it hits nothing, and at its knee.
+
+    One of a few sizes, as the optimal one, is drawn as it is, and so is that of a sample, which has all its sizes.
+    """
+    from kvist.lab.curves import knee, sizes_for
+
+    if curve.error is not None or curve.name != "lru":
+        return curve.thinned(NUM_DRAWN)
+    best = knee(curve)
+    return _at(curve, [*sizes_for(references, NUM_DRAWN - 1).tolist(), *([best.num_blocks] if best else [])])
+
+
 def _at(curve: Curve, sizes: Sequence[int] | None) -> Curve:
     """Return a curve at these sizes, or at no more than can be drawn."""
     from kvist.lab.curves import Curve
@@ -307,7 +320,7 @@ def _plot(path: Path, name: str, curves: list[Curve], references: References) ->
     from kvist.lab.report import save_plot
 
     save_plot(
-        path, "hit-rate", trace_name=name, curves=[each.thinned(NUM_DRAWN) for each in curves], references=references
+        path, "hit-rate", trace_name=name, curves=[_drawn(each, references) for each in curves], references=references
     )
 
 
@@ -327,7 +340,7 @@ def _write_report(
 ) -> None:
     from kvist.lab.report import PrefixIcicle, html_report
 
-    drawn, tree = [each.thinned(NUM_DRAWN) for each in curves], PrefixIcicle.of(references, labels)
+    drawn, tree = [_drawn(each, references) for each in curves], PrefixIcicle.of(references, labels)
     page = html_report(references.name, drawn, results, references, tree)
     with writing(out) as path:
         path.write_text(page, encoding="utf-8")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from kvist import cli_lab, cli_replays
 from kvist.cli import app
+from kvist.lab.curves import knee, lru_curve, references_of
 from kvist.lab.traces import FileTrace, open_trace
 
 COMMANDS = ("curve", "replay", "compare", "report", "make", "record")
@@ -329,6 +330,17 @@ def test_the_prefix_tree_of_a_report_begins_with_namespaces(tmp_path):
     assert "acme/7" in shown
     assert "acme/8" in shown
     assert "<b>acme" not in shown
+
+
+def test_curves_are_drawn_in_steps_from_the_first_size_with_the_knee_that_is_told(tmp_path):
+    asked = written(tmp_path / "day.jsonl", *(mooncake(at, [10 * (at % 9), 10 * (at % 9) + 1]) for at in range(90)))
+    references = references_of(open_trace(asked))
+    exact = lru_curve(references)
+    drawn = cli_lab._drawn(exact, references)
+    assert exact.num_blocks[0] > 9
+    assert drawn.num_blocks.tolist() == list(range(1, 19))
+    assert (drawn.hit_rate == exact.at(drawn.num_blocks)).all()
+    assert knee(drawn) == knee(exact)
 
 
 def test_of_many_namespaces_the_smallest_go_together_in_the_tree(tmp_path, monkeypatch):

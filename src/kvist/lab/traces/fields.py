@@ -69,7 +69,7 @@ def block_size(fields: dict[str, Any], default: int | None = None) -> int:
     """Return the field `block_size`, in tokens."""
     size = count(fields, "block_size", default)
     if not 1 <= size <= MAX_BLOCK_SIZE:
-        raise Malformed(f"block_size is {size:,}", f"must be 1 .. {MAX_BLOCK_SIZE:,}")
+        raise Malformed(f"block_size is not 1 .. {MAX_BLOCK_SIZE:,}", f"got {size:,}")
     return size
 
 
