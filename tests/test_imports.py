@@ -64,15 +64,16 @@ LAYERS = {
     "edge.geometry": Layer(set(), set(), IMPURE),
     "": Layer({"manager", "core", "memory.tables", *VALUES}, {"numpy"}),
     "testing": Layer(
-        {"", "testing", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
+        {"", "testing", "journal", "tiers", "storing", "event_log", "manager", "memory", "core", *VALUES},
         {"numpy", "torch", "hypothesis"},
     ),
     "serve": Layer(
         {"", "serve", "manager", "memory", "core", *VALUES}, {"numpy", "torch", "transformers", "rich", "gguf"}
     ),
-    "cli_events": Layer({"wire", "journal", *VALUES}, {"typer", "zmq"}),
+    "cli_events": Layer({"wire", "journal", "testing.odd_policies", *VALUES}, {"typer", "zmq"}),
+    "cli_soak": Layer({"testing", *VALUES}, {"typer", "rich"}),
     "cli": Layer(
-        {"", "cli", "cli_events", "planning", "serve", "manager", "memory", "core", *VALUES},
+        {"", "cli", "cli_events", "cli_soak", "planning", "serve", "manager", "memory", "core", *VALUES},
         {"numpy", "transformers", "typer", "rich"},
     ),
 }

@@ -24,6 +24,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"kvist: the command line needs {missing.name}; pip install 'kvist[cli]'") from None
 
 from kvist.cli_events import add_commands
+from kvist.cli_soak import add_soak
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -277,6 +278,7 @@ def _errors_told(*, status: int) -> Iterator[None]:
 
 
 add_commands(app, _errors_told)
+add_soak(app, _errors_told)
 
 
 def _read_config(model: Path) -> dict[str, Any]:
