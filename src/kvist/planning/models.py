@@ -25,6 +25,7 @@ _KINDS = {
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4}
 # These have attention and a state in each layer.
 _HYBRIDS = {"falcon_h1"}
+MAX_LAYERS = 10_000
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 # Settings that make layers keep something that cannot be read here, each with what that is.
 _UNREADABLE = {
@@ -47,6 +48,15 @@ def layers_of_model(model_config: Settings, *, dtype: str | None = None) -> list
     >>> [layer.sliding_window for layer in layers_of_model(shape | {"sliding_window": 512})]
     [512, 512]
     """
+    try:
+        return _layers(model_config, dtype)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError([f"the model's config has values of kinds that cannot be read: {error}"]) from error
+
+
+def _layers(model_config: Settings, dtype: str | None) -> list[LayerSpec]:
     settings = model_config.get("text_config") or model_config
     of_model = _dtype(settings) or _dtype(model_config) or "bfloat16"
     known = dtype or of_model
@@ -100,8 +110,10 @@ def _problems(settings: Settings) -> Iterator[str]:
 def _layer_types(settings: Settings) -> list[str]:
     """Return what each layer is, by name as in `layer_types`."""
     num_layers = _setting(settings, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise ConfigError([f"num_hidden_layers is {num_layers}, must be at most {MAX_LAYERS}"])
     if types := settings.get("layer_types"):
-        return list(types)
+        return [str(name) for name in types]
     model_type = settings.get("model_type")
     if model_type in _HYBRIDS:
         return ["hybrid"] * num_layers

@@ -155,9 +155,9 @@ class Soak:
 
     def _round(self, seed: int, num_examples: int) -> Fault | None:
         self.tally.seed = seed
-        told: list[str] = []
+        told: list[object] = []
         machine = self._machine(seed)
-        machine._hypothesis_internal_use_seed = seed  # type: ignore[attr-defined]  # what @seed sets, for a class
+        machine._hypothesis_internal_use_seed = seed  # what @seed sets, for a class
         try:
             with with_reporter(told.append), _tails(seed):
                 run_state_machine_as_test(machine, settings=self._settings(num_examples))
@@ -186,8 +186,8 @@ class Soak:
         members = {"configs": self.plan.configs(seed), "soak": self, "__doc__": CacheMachine.__doc__}
         return type("CacheMachine", (_Watched, cache_machine(self.plan.configs(seed))), members)
 
-    def _fault(self, seed: int, error: Exception, told: list[str]) -> Fault:
-        notes = [*told, *getattr(error, "__notes__", ())]
+    def _fault(self, seed: int, error: Exception, told: list[object]) -> Fault:
+        notes = map(str, [*told, *getattr(error, "__notes__", ())])
         steps = "\n".join(dict.fromkeys(notes))
         text = f"{type(error).__name__}: {error}"
         Path(f"{self.journal}.steps").write_text(f"{steps}\n\n{text}\n", encoding="utf-8")

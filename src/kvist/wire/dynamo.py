@@ -25,6 +25,7 @@ from kvist.wire.records import (
     StoredBlocks,
     Unknown,
     check,
+    parsed,
     unsigned,
 )
 
@@ -36,6 +37,8 @@ _TIERS_READ = {word: tier for tier, word in TIERS.items()}
 FIELDS = {"worker_id", "storage_tier", "event"}
 EVENT_FIELDS = {"event_id", "data", "dp_rank"}
 STORED_FIELDS = {"parent_hash", "blocks"}
+
+MAX_TOKEN = 2**32 - 1
 
 
 def narrowing(*, remembers: bool = False) -> ByMedium:
@@ -83,11 +86,7 @@ def dumps(records: Iterable[Record], *, first_id: int = 0) -> str:
 
 def loads(text: str | bytes, *, worker: str = "") -> list[Record]:
     """Return the records of the text of an event or of a JSON array of them; errors as in `decode`."""
-    try:
-        events = json.loads(text)
-    except ValueError as error:
-        raise WireError(f"events: expected JSON, got {text[:40]!r}: {error}") from error
-    return decode(events, worker=worker)
+    return decode(parsed(text, "events"), worker=worker)
 
 
 def tokens_hashes(tokens: Sequence[int], block_size: int, media: Sequence[Sequence[BlockMedia]] = ()) -> list[int]:
@@ -99,13 +98,25 @@ def tokens_hashes(tokens: Sequence[int], block_size: int, media: Sequence[Sequen
         from xxhash import xxh3_64_intdigest
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("hashes of tokens need xxhash: pip install 'kvist[disk]'", name=error.name) from error
-    content, size = np.asarray(tokens, "<u4").tobytes(), 4 * block_size
+    content, size = _words(tokens), 4 * block_size
     found = []
     for column, begin in enumerate(range(0, len(content) - size + 1, size)):
         marks = sorted(_media_hash(each) for each in media[column]) if media else []
         part = content[begin : begin + size] + b"".join(each.to_bytes(8, "little") for each in marks)
         found.append(xxh3_64_intdigest(part, seed=SEED))
     return found
+
+
+def _words(tokens: Sequence[int]) -> bytes:
+    """Return tokens as 32 bits each; raise ArgumentError for what is none, such as the pairs of drafting models."""
+    try:
+        values = np.asarray(tokens, None if len(tokens) else np.int64)
+    except (ValueError, OverflowError):  # pairs beside ids
+        values = np.empty((0, 0))
+    is_fine = values.ndim == 1 and values.dtype.kind in "iu"
+    if not is_fine or (len(values) and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TOKEN):
+        raise ArgumentError(f"Dynamo's hash is of token ids from 0 to {MAX_TOKEN}, not of {tokens!r:.60}")
+    return values.astype("<u4").tobytes()
 
 
 def _data(record: Record) -> Any:
@@ -229,5 +240,8 @@ def _read_media(info: Any) -> tuple[BlockMedia, ...]:
     found = []
     for each in check(check(info, "mm_extra_info", dict).get("mm_objects"), "mm_objects", list):
         key = check(check(each, "mm_objects", dict).get("mm_hash"), "mm_hash", int)
-        found += [BlockMedia(key, begin, end - begin) for begin, end in check(each.get("offsets"), "offsets", list)]
+        for place in check(each.get("offsets"), "offsets", list):
+            begin, end = check(place, "offsets", list) if len(check(place, "offsets", list)) == 2 else (None, None)
+            begin = check(begin, "offsets", int)
+            found.append(BlockMedia(key, begin, check(end, "offsets", int) - begin))
     return tuple(found)

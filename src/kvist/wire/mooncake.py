@@ -11,7 +11,18 @@ from typing import Any
 from kvist.errors import WireError
 from kvist.wire.msgpack import pack, unpack
 from kvist.wire.narrowing import ByMedium
-from kvist.wire.records import AllCleared, Hash, Record, RemovedBlocks, StoredBlocks, Unknown, check, unsigned
+from kvist.wire.records import (
+    AllCleared,
+    Hash,
+    Record,
+    RemovedBlocks,
+    StoredBlocks,
+    Unknown,
+    check,
+    ints,
+    seconds,
+    unsigned,
+)
 
 __all__ = ["decode", "encode", "narrowing"]
 
@@ -67,7 +78,8 @@ def decode(payload: bytes, *, worker: str = "") -> list[Record]:
     items = check(unpack(payload), "batch", list)
     if len(items) != 3:
         raise WireError(f"batch: expected [time, events, rank], got {len(items)} values")
-    time_s = check(items[0], "batch time", int) / 1000
+    time_s = seconds(check(items[0], "batch time", int), "batch time")
+    time_s = None if time_s is None else time_s / 1000
     rank = check(items[2], "batch rank", (int, type(None)))
     return [_record(each, worker, rank, time_s) for each in check(items[1], "batch events", list)]
 
@@ -123,7 +135,7 @@ def _hex(name: Hash) -> str:
     return name.hex() if isinstance(name, bytes) else f"{name:016x}"
 
 
-def _record(event: Any, worker: str, rank: int | None, time_s: float) -> Record:
+def _record(event: Any, worker: str, rank: int | None, time_s: float | None) -> Record:
     fields = check(event, "event", dict)
     kind = check(fields.get("event_type"), "event_type", str)
     number = check(fields.get("event_id"), "event_id", int)
@@ -160,7 +172,7 @@ def _read_stored(fields: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
     return StoredBlocks(
         **told,
         parent=None if parent is None else unsigned([parent], "parent_hash")[0],
-        tokens=tuple(check(tokens, "token_ids", (list, type(None))) or ()),
+        tokens=() if tokens is None else ints(tokens, "token_ids"),
         block_size=check(fields.get("block_size"), "block_size", (int, type(None))),
         start=check(fields.get("base_block_idx"), "base_block_idx", (int, type(None))),
         lora_name=check(fields.get("lora_name"), "lora_name", (str, type(None))),

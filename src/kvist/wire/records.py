@@ -7,6 +7,7 @@ there is nothing, and goes back out where the record is written in the same prot
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ __all__ = [
     "Unknown",
     "UpdatedBlocks",
     "check",
+    "ints",
+    "parsed",
+    "seconds",
     "unsigned",
 ]
 
@@ -34,6 +38,7 @@ Hash = bytes | int
 TIERS = ("device", "host", "disk", "remote")
 """The tiers that all protocols have a word for, from fast to slow. Others go through as they are written."""
 WORD = 2**64 - 1
+MAX_SECONDS = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,33 @@ def check(value: Any, field: str, expected: type | tuple[type, ...]) -> Any:
         names = " or ".join("nil" if each is type(None) else each.__name__ for each in kinds)
         raise WireError(f"{field}: expected {names}, got {_shown(value)}")
     return value
+
+
+def parsed(text: str | bytes, field: str) -> Any:
+    """Return the values of JSON text; raise WireError for what is none, or is nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{field}: expected JSON, got {text[:40]!r}: {error}") from error
+
+
+def ints(values: Any, field: str) -> tuple[int, ...]:
+    """Return a list that was read, each an int of 64 bits; raise WireError for others."""
+    found = tuple(check(values, field, (list, tuple)))
+    for each in found:
+        if type(each) is not int or not -WORD <= each <= WORD:
+            raise WireError(f"{field}: expected ints of 64 bits, got {_shown(each)}")
+    return found
+
+
+def seconds(value: Any, field: str) -> float | None:
+    """Return a time that was read, in seconds; raise WireError for others than finite numbers and None."""
+    if value is None:
+        return None
+    check(value, field, (int, float))
+    if not -MAX_SECONDS <= value <= MAX_SECONDS:
+        raise WireError(f"{field}: expected seconds, got {_shown(value)}")
+    return float(value)
 
 
 def unsigned(hashes: list[Any], field: str) -> tuple[Hash, ...]:

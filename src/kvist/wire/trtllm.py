@@ -23,6 +23,7 @@ from kvist.wire.records import (
     Unknown,
     UpdatedBlocks,
     check,
+    parsed,
     unsigned,
 )
 
@@ -77,11 +78,7 @@ def dumps(records: Iterable[Record], *, first_id: int = 0, full_window: int = FU
 
 def loads(text: str | bytes, *, worker: str = "", full_window: int = FULL_WINDOW) -> list[Record]:
     """Return the records of the text of an event or of a JSON array of them; errors as in `decode`."""
-    try:
-        events = json.loads(text)
-    except ValueError as error:
-        raise WireError(f"events: expected JSON, got {text[:40]!r}: {error}") from error
-    return decode(events, worker=worker, full_window=full_window)
+    return decode(parsed(text, "events"), worker=worker, full_window=full_window)
 
 
 def _event(record: Record, data: dict[str, Any], number: int, full_window: int) -> dict[str, Any]:
@@ -228,11 +225,12 @@ def _has_others(fields: dict[str, Any], data: dict[str, Any], kind: str) -> bool
     if not (fields.keys() <= EVENT_FIELDS and data.keys() <= DATA_FIELDS[kind]):
         return True
     blocks = data.get("blocks")
-    return isinstance(blocks, list) and any(
-        isinstance(block, dict)
-        and (not block.keys() <= BLOCK_FIELDS or any(len(each) != NUM_TOKEN_FIELDS for each in block.get("tokens", ())))
-        for block in blocks
-    )
+    return isinstance(blocks, list) and any(isinstance(block, dict) and _block_has_others(block) for block in blocks)
+
+
+def _block_has_others(block: dict[str, Any]) -> bool:
+    tokens = [check(each, "tokens", dict) for each in check(block.get("tokens", []), "tokens", list)]
+    return not block.keys() <= BLOCK_FIELDS or any(len(each) != NUM_TOKEN_FIELDS for each in tokens)
 
 
 def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
@@ -244,8 +242,8 @@ def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
         if len(each) != size:
             raise WireError(f"blocks: expected {size} tokens in all but the last, got {len(each)}")
     extra_ids = tuple(check(each.get("token_extra_id", 0), "token_extra_id", int) for row in tokens for each in row)
-    media = tuple(tuple(_read_media(key) for key in each.get("mm_keys") or ()) for each in blocks)
-    levels = {each.get("cache_level", 0) for each in blocks}
+    media = tuple(tuple(_read_media(key) for key in _keys(each)) for each in blocks)
+    levels = {check(each.get("cache_level", 0), "cache_level", int) for each in blocks}
     if len(levels) > 1:
         raise WireError(f"blocks: expected one cache_level in an event, got {sorted(levels)}")
     return StoredBlocks(
@@ -258,8 +256,12 @@ def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
         priorities=tuple(check(each.get("priority", DEFAULT_PRIORITY), "priority", int) for each in blocks),
         extra_ids=extra_ids if any(extra_ids) else (),
         media=media if any("mm_keys" in each for each in blocks) else (),
-        salt=blocks[0].get("cache_salt") if blocks else None,
+        salt=check(blocks[0].get("cache_salt"), "cache_salt", (str, int, type(None))) if blocks else None,
     )
+
+
+def _keys(block: dict[str, Any]) -> list[Any]:
+    return check(block.get("mm_keys"), "mm_keys", (list, type(None))) or []
 
 
 def _read_media(key: Any) -> BlockMedia:

@@ -21,6 +21,8 @@ from kvist.wire.records import (
     StoredBlocks,
     Unknown,
     check,
+    ints,
+    seconds,
     unsigned,
 )
 
@@ -197,7 +199,7 @@ def read_batch(batch: Any, worker: str, dialect: Dialect) -> list[Record]:
     items = check(batch, "batch", list)
     if len(items) < 2:
         raise WireError(f"batch: expected [time, events, rank], got {len(items)} values")
-    time_s = float(check(items[0], "batch time", (int, float)))
+    time_s = seconds(check(items[0], "batch time", (int, float)), "batch time")
     rank = check(items[2], "batch rank", (int, type(None))) if len(items) > 2 else None
     told: dict[str, Any] = {"worker": worker, "rank": rank, "time_s": time_s}
     more = {"batch": tuple(items[3:])} if len(items) > 3 else None
@@ -290,7 +292,10 @@ def _count(fields: dict[str, Any], field: str, name: str) -> int | None:
 
 def _tokens(fields: dict[str, Any], name: str) -> tuple[int, ...]:
     """Return the token ids; a pair, as drafting models have it, is kept as it is."""
-    return tuple(_list(fields, "token_ids", name))
+    found = _list(fields, "token_ids", name)
+    if all(type(each) is list for each in found):
+        return tuple(ints(each, f"{name}.token_ids") for each in found)  # type: ignore[misc]
+    return ints(found, f"{name}.token_ids")
 
 
 def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | None, ...] | None:
@@ -299,7 +304,11 @@ def _read_extra_keys(value: Any, num_blocks: int) -> tuple[tuple[Any, ...] | Non
     keys = check(value, "BlockStored.extra_keys", list)
     if len(keys) != num_blocks:
         raise WireError(f"BlockStored.extra_keys: expected {num_blocks} entries, one a block, got {len(keys)}")
-    return tuple(None if each is None else tuple(map(_frozen, each)) for each in keys)
+    rows = [check(each, "BlockStored.extra_keys", (list, type(None))) for each in keys]
+    try:
+        return tuple(None if each is None else tuple(map(_frozen, each)) for each in rows)
+    except RecursionError as error:
+        raise WireError("BlockStored.extra_keys: expected plain keys, got lists that are nested too deep") from error
 
 
 def _frozen(value: Any) -> Any:
