@@ -136,7 +136,7 @@ def _restored(value: Any) -> Any:
 
 
 def _record(line: str | bytes, worker: str) -> Record:
-    values = check(parsed(line, "line"), "line", dict)
+    values = check(parsed(line, "line", "a JSON object"), "line", dict)
     name = check(values.get("event"), "event", str)
     kind = KINDS.get(name)
     if kind is None:

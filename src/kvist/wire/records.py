@@ -180,17 +180,17 @@ def check(value: Any, field: str, expected: type | tuple[type, ...]) -> Any:
     return value
 
 
-def parsed(text: str | bytes, field: str) -> Any:
+def parsed(text: str | bytes, field: str, expected: str = "JSON") -> Any:
     """Return the values of JSON text; raise WireError for what is none, or is nested too deep to be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"{field}: expected JSON, got {text[:40]!r}: {error}") from error
+        raise WireError(f"{field}: expected {expected}, got {text[:40]!r}: {error}") from error
 
 
 def ints(values: Any, field: str) -> tuple[int, ...]:
     """Return a list that was read, each an int of 64 bits; raise WireError for others."""
-    found = tuple(check(values, field, (list, tuple)))
+    found = tuple(check(values, field, list))
     for each in found:
         if type(each) is not int or not -WORD <= each <= WORD:
             raise WireError(f"{field}: expected ints of 64 bits, got {_shown(each)}")
