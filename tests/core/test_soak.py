@@ -41,6 +41,23 @@ def test_a_soak_ends_with_its_time_in_the_middle_of_a_round(tmp_path):
     assert seen == list(range(1, soak.tally.num_steps + 1))
 
 
+@pytest.mark.parametrize("stop_s", range(30, 330, 30))
+def test_wherever_its_time_ends_a_soak_takes_that_for_no_fault(stop_s, tmp_path):
+    soak = Soak(Plan(seed=3, minutes=stop_s / 60, steps=12), tmp_path / "fault.journal", clock=Ticks())
+    assert soak.run() is None
+
+
+@pytest.mark.parametrize("stop_at", range(10, 130, 20))
+def test_what_the_watcher_raises_ends_a_soak_and_is_no_fault(stop_at, tmp_path):
+    def watch(tally):
+        if tally.num_steps == stop_at:
+            raise KeyboardInterrupt
+
+    soak = Soak(Plan(seed=3, examples=20, steps=12), tmp_path / "fault.journal", watch=watch)
+    with pytest.raises(KeyboardInterrupt):
+        soak.run()
+
+
 def test_the_same_seed_does_the_same(tmp_path):
     steps = []
     for _ in range(2):

@@ -130,6 +130,7 @@ class Soak:
         self.tally = Tally(plan.seed)
         self._watch, self._clock = watch, clock
         self._began = clock()
+        self._stopped: BaseException | None = None
 
     def run(self) -> Fault | None:
         """Run until the plan is done, or return the first fault."""
@@ -161,12 +162,14 @@ class Soak:
         try:
             with with_reporter(told.append), _tails(seed):
                 run_state_machine_as_test(machine, settings=self._settings(num_examples))
-        except _TimeIsUp:
-            return None
         except InvalidArgument:
             raise
-        except Exception as error:
-            return self._fault(seed, error, told)
+        except BaseException as error:
+            stopped = self._stopped or error
+            if isinstance(stopped, Exception):
+                return self._fault(seed, stopped, told)
+            if not isinstance(stopped, _TimeIsUp):
+                raise stopped from None
         return None
 
     def _settings(self, num_examples: int) -> settings:
@@ -208,6 +211,8 @@ class Soak:
     def ended(self, journal: Journal | None, raised: BaseException | None) -> None:
         """Count an example that is whole, and write no more of it."""
         has_failed = isinstance(raised, Exception) and not isinstance(raised, UnsatisfiedAssumption)
+        if raised is not None and not isinstance(raised, Exception):
+            self._stopped = raised  # Hypothesis may tell of it as of an example that was drawn otherwise before
         self.tally.num_examples += raised is None and not self.tally.is_shrinking
         self.tally.is_shrinking = self.tally.is_shrinking or has_failed
         if journal is not None:
