@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.control import current_build_context
-from hypothesis.errors import InvalidArgument, UnsatisfiedAssumption
+from hypothesis.errors import FailedHealthCheck, InvalidArgument, UnsatisfiedAssumption
 from hypothesis.reporting import with_reporter
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
@@ -162,7 +162,7 @@ class Soak:
         try:
             with with_reporter(told.append), _tails(seed):
                 run_state_machine_as_test(machine, settings=self._settings(num_examples))
-        except InvalidArgument:
+        except (FailedHealthCheck, InvalidArgument):
             raise
         except BaseException as error:
             stopped = self._stopped or error
