@@ -211,7 +211,7 @@ class Soak:
     def ended(self, journal: Journal | None, raised: BaseException | None) -> None:
         """Count an example that is whole, and write no more of it."""
         has_failed = isinstance(raised, Exception) and not isinstance(raised, UnsatisfiedAssumption)
-        if raised is not None and not isinstance(raised, Exception):
+        if isinstance(raised, _TimeIsUp | KeyboardInterrupt):
             self._stopped = raised  # Hypothesis may tell of it as of an example that was drawn otherwise before
         self.tally.num_examples += raised is None and not self.tally.is_shrinking
         self.tally.is_shrinking = self.tally.is_shrinking or has_failed
