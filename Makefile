@@ -17,7 +17,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format bench compiled docs clean
+.PHONY: help demo test check torture lint format bench compiled docs clean
 
 help:  ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -31,6 +31,9 @@ test: $(TOOLS)  ## run all tests, and the NumPy-only ones on every other Python 
 
 check: lint  ## run the linters, the type checker and the fast tests
 	$(PYTEST) -m "not slow" --hypothesis-profile=quick
+
+torture: $(TOOLS)  ## attack it for half an hour, by hard cases, fuzzing and a soak, and print what was found
+	$(BIN)/python scripts/torture.py
 
 lint: $(TOOLS)  ## run the linters and the type checker
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthC
 settings.register_profile("default", COMMON, max_examples=100)
 settings.register_profile("quick", COMMON, max_examples=25, stateful_step_count=40, derandomize=True)
 settings.register_profile("thorough", COMMON, max_examples=2000, stateful_step_count=100)
+settings.register_profile("torture", COMMON, max_examples=1500, stateful_step_count=60)
 settings.load_profile("default")
 
 TESTS = Path(__file__).parent

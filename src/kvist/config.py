@@ -28,6 +28,8 @@ StorageOrder = Literal["layer_major", "block_major", "heads_first"]
 STORAGE_ORDERS: tuple[StorageOrder, ...] = ("layer_major", "block_major", "heads_first")
 
 MAX_BLOCK_IDS = 2**31 - 1
+MAX_COUNT = 2**63 - 1
+"""Larger numbers count nothing, and products of them no longer fit in a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,7 +548,7 @@ def _id_problems(num_blocks: int, name: str) -> list[str]:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def _positive_number(value: Any) -> bool:
@@ -554,7 +556,7 @@ def _positive_number(value: Any) -> bool:
 
 
 def _natural(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def _is_shape(shape: Any) -> bool:

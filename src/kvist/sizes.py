@@ -18,6 +18,7 @@ SIZE_UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+MAX_DIGITS = 100
 
 
 def parse_bytes(size: int | str) -> int:
@@ -33,7 +34,16 @@ def parse_bytes(size: int | str) -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if not found or found[2] not in SIZE_UNITS:
         raise ConfigError([f"{size!r} is not a size such as 1073741824 or '20 GiB'"])
-    number = int(float(found[1]) * SIZE_UNITS[found[2]])
+    number = _times(found[1], SIZE_UNITS[found[2]])
     if number <= 0:
         raise ConfigError([f"{size!r} is not a positive number of bytes"])
     return number
+
+
+def _times(number: str, unit: int) -> int:
+    """Return a decimal number times a unit, exactly, rounded down: no float, which would be off from 2**53 on."""
+    if len(number) > MAX_DIGITS:
+        raise ConfigError([f"a size of {len(number)} digits is none, {number[:10]}..."])
+    whole, _, fraction = number.partition(".")
+    scale: int = 10 ** len(fraction)
+    return int(whole + fraction) * unit // scale

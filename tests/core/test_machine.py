@@ -1,9 +1,8 @@
-"""CacheMachine as part of the tests: few examples here, `scripts/soak_machine.py` for many."""
+"""CacheMachine as part of the tests: few examples here, `kvist soak` for many."""
 
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +36,6 @@ FEW = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "soak_machine.py"
 
 
 def test_nothing_goes_wrong_whatever_is_done():
@@ -304,13 +302,6 @@ def test_every_rule_is_reached_and_so_is_every_outcome_that_matters(monkeypatch)
     missed = {f"{reason} missed" for reason in MISSES}
     missing = [each for each in sorted(errors | done | missed) if not outcomes[each]]
     assert not missing, outcomes
-
-
-def test_the_soak_says_its_seed_and_how_far_it_came():
-    command = [sys.executable, str(SCRIPT), "--examples", "3", "--steps", "5", "--seed", "7", "--policy", "lfu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "seed 7: 3 examples of 5 steps" in done.stdout
-    assert "nothing wrong" in done.stdout
 
 
 def test_the_oracle_needs_no_hypothesis_and_the_machine_says_what_brings_it():

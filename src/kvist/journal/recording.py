@@ -94,6 +94,11 @@ class Journal:
         try:
             self._manager.digest()
         finally:
+            self.cut()
+
+    def cut(self) -> None:
+        """Let go of the manager as it is, without asking for its digest: after a call that may have broken it."""
+        if self._manager is not None and self._file is not None and not self._file.closed:
             taps_of(self._manager).remove(self)
             self._file.close()
 

@@ -19,7 +19,7 @@ from kvist.errors import KvistError, TransferError, WireError
 from kvist.journal.recording import FORMAT, made_by
 from kvist.journal.settings import Policies, read_config
 from kvist.journal.taps import CALLS, LOOKS
-from kvist.journal.values import Names, Values
+from kvist.journal.values import MALFORMED, Names, Values
 from kvist.manager import KVCacheManager
 from kvist.storing import StoreLink
 
@@ -73,8 +73,11 @@ class Repeater:
             self._values.names.add(made)
 
     def _make(self, call: Call) -> tuple[BaseException | None, Any]:
-        arguments = [self._argument(each) for each in call.arguments]
-        options = {name: self._argument(each) for name, each in call.options.items()}
+        try:
+            arguments = [self._argument(each) for each in call.arguments]
+            options = {name: self._argument(each) for name, each in call.options.items()}
+        except MALFORMED as error:
+            raise WireError(f"call {call.number}: expected arguments of {call.name}, got others: {error}") from error
         self._feed.fill(call.outcome or {})
         try:
             if call.name in LOOKS:
@@ -156,14 +159,14 @@ def _lines(path: str | PathLike[str]) -> Iterator[bytes]:
 
 
 def _head(line: bytes) -> dict[str, Any]:
-    try:
-        head = json.loads(line)
-    except ValueError:
-        head = None
+    head = _parsed(line)
     if not isinstance(head, dict) or "kvist journal" not in head:
         raise WireError(f"head: expected that of a journal, got {line[:40]!r}")
     if head["kvist journal"] != FORMAT:
-        raise WireError(f"head: expected format {FORMAT}, got {head['kvist journal']}")
+        raise WireError(f"head: expected format {FORMAT}, got {head['kvist journal']!r:.40}")
+    for name in ("versions", "has_memory", "config"):
+        if name not in head:
+            raise WireError(f"head: expected a field {name}, got {', '.join(head):.80}")
     return head
 
 
@@ -176,15 +179,35 @@ def _call(number: int, line: bytes) -> Call | None:
             return None
     else:
         told = _parsed(line)
-    if not isinstance(told, list) or len(told) not in (3, 4) or told[0] not in (*CALLS, *LOOKS):
+    if not _is_call(told):
         raise WireError(f"call {number}: expected a known call with its arguments, got {line[:80]!r}")
     return Call(number, *told, *([None] if len(told) == 3 else []))
+
+
+def _is_call(told: Any) -> bool:
+    if not isinstance(told, list) or len(told) not in (3, 4) or told[0] not in (*CALLS, *LOOKS):
+        return False
+    if not isinstance(told[1], list) or not isinstance(told[2], dict):
+        return False
+    return len(told) == 3 or (isinstance(told[3], dict) and all(map(_is_taken, told[3].items())))
+
+
+def _is_taken(item: tuple[str, Any]) -> bool:
+    """Say whether this is something that a call can have taken from elsewhere, or raised."""
+    name, values = item
+    kinds = _TAKEN.get(name)
+    return kinds is None or (isinstance(values, list) and all(isinstance(each, kinds) for each in values))
+
+
+_TAKEN: dict[str, type | tuple[type, ...]] = {
+    "clock": (int, float), "memory": int, "stored": int, "unfilled": str, "unmade": list,
+}  # fmt: skip
 
 
 def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

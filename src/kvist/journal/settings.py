@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from kvist.config import AttentionSpec, CacheConfig, StateSpec
-from kvist.errors import ArgumentError, WireError
-from kvist.journal.values import Names, Values
+from kvist.errors import ArgumentError, KvistError, WireError
+from kvist.journal.values import MALFORMED, Names, Values
 from kvist.tier_config import DiskTier, HostTier, RemoteTier
 
 __all__ = ["Policies", "policy_name", "read_config", "write_config"]
@@ -17,6 +17,7 @@ __all__ = ["Policies", "policy_name", "read_config", "write_config"]
 Policies = Mapping[str, Callable[[Any], Any]]
 """Eviction policies that are callables, by the name that a journal has for them: see `policy_name`."""
 
+MAX_LAYERS = 100_000
 VALUES = Values(Names())
 SPECS = {kind.__name__: kind for kind in (AttentionSpec, StateSpec, HostTier, DiskTier, RemoteTier)}
 
@@ -46,14 +47,28 @@ def read_config(told: dict[str, Any], policies: Policies | None = None) -> Cache
 
     Raises WireError for what are none, ArgumentError for a policy that is a callable and not among `policies`.
     """
+    try:
+        return _read_config(told, policies or {})
+    except KvistError:
+        raise
+    except MALFORMED as error:
+        raise WireError(f"config: expected settings of a manager, got others: {error!r}") from error
+
+
+def _read_config(told: dict[str, Any], policies: Policies) -> CacheConfig:
     known = {field.name for field in fields(CacheConfig)}
     if unknown := sorted(set(told) - known):
         raise WireError(f"config: expected fields of CacheConfig, got {', '.join(unknown)}")
     settings = {name: VALUES.read(value) for name, value in told.items() if name not in ("layers", "tiers")}
+    num_layers = sum(max(n, 0) for n, _ in told["layers"])
+    if num_layers > MAX_LAYERS:
+        raise WireError(f"config: expected at most {MAX_LAYERS} layers, got {num_layers}")
     settings["layers"] = [_read_spec(spec) for n, spec in told["layers"] for _ in range(n)]
-    settings["tiers"] = [_read_tier(tier, policies or {}) for tier in told["tiers"]]
-    settings["policy"] = _read_policy(told["policy"], policies or {})
-    return CacheConfig(**settings)
+    settings["tiers"] = [_read_tier(tier, policies) for tier in told["tiers"]]
+    settings["policy"] = _read_policy(told["policy"], policies)
+    config = CacheConfig(**settings)
+    config.validate()
+    return config
 
 
 def _fields(settings: Any) -> dict[str, Any]:

@@ -21,12 +21,16 @@ from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
 from kvist.errors import WireError
 
-__all__ = ["Names", "Values", "compact"]
+__all__ = ["MALFORMED", "Names", "Values", "compact"]
 
 MIN_NARROWED = 256
 """Shorter arrays are not worth a look whether fewer bytes hold them."""
 MAX_FORGOTTEN = 4096
 NOT_HERE = -1
+MAX_ITEM_BYTES = 1024
+"""Numbers and short text: what an element of an array has at most."""
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
+"""What reading raises where the JSON is not what was written."""
 
 compact = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -202,6 +206,9 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
 
 def _read_array(told: list[Any]) -> NDArray[Any]:
     dtype, narrow, shape, content = told
+    for each in (dtype, narrow):
+        if np.dtype(each).itemsize > MAX_ITEM_BYTES:
+            raise WireError(f"array: expected elements of at most {MAX_ITEM_BYTES} bytes, got {each}")
     return np.frombuffer(b64decode(content), narrow).astype(dtype).reshape(shape)
 
 

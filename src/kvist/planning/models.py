@@ -25,6 +25,7 @@ _KINDS = {
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4}
 # These have attention and a state in each layer.
 _HYBRIDS = {"falcon_h1"}
+MAX_LAYERS = 10_000
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 # Where models of several parts, such as one for pictures, have their decoder.
 _DECODERS = ("text_config", "thinker_config", "language_config", "llm_config")

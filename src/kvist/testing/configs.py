@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvist.config import AttentionSpec, CacheConfig, LayerSpec, StateSpec
 from kvist.core.policies import POLICIES
+from kvist.testing.odd_policies import ODD_POLICIES
 from kvist.tier_config import HostTier
 
 __all__ = [
@@ -54,18 +55,8 @@ blocks_kept = st.lists(st.tuples(st.sampled_from((0, 35, 80)), st.sampled_from((
 keepings: st.SearchStrategy[Keeping] = st.one_of(st.builds(list), blocks_kept)
 
 
-def most_recently_used(extent: Any) -> int:
-    """Evict what was used last first: a policy of a user's own, and the opposite of a sensible one."""
-    return -int(extent.last_use)
-
-
-def longest(extent: Any) -> tuple[int, bytes]:
-    """Evict the longest extent first, among equals by its tokens."""
-    return (-int(extent.num_blocks), bytes(extent.tokens))
-
-
 BLOCK_SIZES = (1, 2, 4, 16)
-ALL_POLICIES: tuple[str | Callable[[Any], Any], ...] = (*POLICIES, most_recently_used, longest)
+ALL_POLICIES: tuple[str | Callable[[Any], Any], ...] = (*POLICIES, *ODD_POLICIES.values())
 ALL_KINDS = ("full", "sliding", "ring", "chunked", "state", "cross")
 
 

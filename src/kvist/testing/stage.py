@@ -86,11 +86,15 @@ class Stage(RuleBasedStateMachine):
         self.memory = FailingMemory(self.config)
         memory = self.memory if self.delivery == BY_THE_MANAGER else None
         self.manager = self.memory.attach(KVCacheManager(self.config, memory, clock=lambda: self.now_s))
+        self.made()
         self.reusable = Reusable(
             self.memory.prefixes, self.config, self.bill.max_ring_tokens, has_bubble=self.bill.bubble > 0
         )
 
         self.contents = Contents()
+
+    def made(self) -> None:
+        """Watch the manager from before its first call on, in machines that do."""
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 

@@ -228,12 +228,20 @@ async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _opened_folder(path: str) -> Any:
+    try:
+        return obstore.store.LocalStore(path, mkdir=True)
+    except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+        told = next(iter(str(error).splitlines()), "")
+        raise ConfigError([f"file://{path} cannot be a folder of objects: {told}"]) from error
+
+
 def _opened(url: str, timeout_s: float, num_retries: int) -> Any:
     """Return obstore's store for a URL, with time limits on all that it does."""
     parts = urlsplit(url)
     address, settings = urlunsplit(parts._replace(query="")), dict(parse_qsl(parts.query))
     if parts.scheme == "file":
-        return obstore.store.LocalStore(parts.path, mkdir=True)
+        return _opened_folder(parts.path)
     if parts.scheme == "memory":
         return obstore.store.MemoryStore()
     limit = timedelta(seconds=timeout_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, KvistError
 from kvist.tiers.protocol import Store, StoreFormat
 
 __all__ = ["SCHEMES", "open_store"]
@@ -34,7 +34,12 @@ def open_store(place: str, format: StoreFormat, *, timeout_s: float = 1.0) -> St
     if scheme not in SCHEMES:
         allowed = ", ".join(f"{each}://" for each in SCHEMES)
         raise ConfigError([f"no store is named by {scheme}://, only by {allowed} and package.module:factory"])
-    return SCHEMES[scheme](place, format, timeout_s)
+    try:
+        return SCHEMES[scheme](place, format, timeout_s)
+    except KvistError:
+        raise
+    except ValueError as error:  # what the parsers of URLs raise
+        raise ConfigError([f"{scheme}:// is followed by what is no address: {error}"]) from error
 
 
 def _made(path: str, format: StoreFormat, timeout_s: float) -> Store:
