@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f"kvist: the command line needs {missing.name}; pip install 'kvist[cli]'") from None
 
-from kvist import cli_events, cli_lab, cli_plan
+from kvist import cli_events, cli_lab, cli_plan, cli_soak
 from kvist.cli_models import default_num_blocks, import_serve, load, read_prompts, run_prompts, tokenize
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _errors_told(*, status: int) -> Iterator[None]:
         raise typer.Exit(status) from error
 
 
-for commands in (cli_plan, cli_lab, cli_events):
+for commands in (cli_plan, cli_lab, cli_events, cli_soak):
     commands.add_commands(app, _errors_told)
 
 

@@ -220,7 +220,7 @@ def _read_config(model: Path) -> dict[str, Any]:
     file = model / "config.json" if model.is_dir() else model
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{file} is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ArgumentError(f"{file} is not the config of a model: it holds a {type(settings).__name__}")

@@ -20,7 +20,7 @@ from kvist.errors import ArgumentError
 if TYPE_CHECKING:
     from kvist.testing.soak import Fault, Plan, Tally
 
-__all__ = ["add_soak"]
+__all__ = ["add_commands"]
 
 Told = Callable[..., AbstractContextManager[None]]
 """Turns errors that users can mend into a line and an exit status."""
@@ -37,7 +37,7 @@ Exit status: 0 nothing wrong; 1 a fault was found; 2 wrong arguments; 130 interr
 DEFAULT_MINUTES = 1.0
 
 
-def add_soak(app: typer.Typer, told: Told) -> None:
+def add_commands(app: typer.Typer, told: Told) -> None:
     """Add the command to the command line, whose errors are `told` as all others are."""
     _TOLD.append(told)
     app.command(epilog=EXAMPLES)(soak)

@@ -132,10 +132,10 @@ def test_an_object_that_was_changed_is_a_miss(tmp_path_factory, data):
 
 
 class Answers:
-    """Stands for a client whose server answers what a test wants."""
+    """Stands for a client whose server answers what a test wants, for each name the same to all commands."""
 
     def __init__(self, answers):
-        self.answers = answers
+        self.answers, self.names, self.asked = answers, [], []
 
     def pipeline(self, transaction):
         return self
@@ -146,11 +146,13 @@ class Answers:
     def __exit__(self, *exc):
         pass
 
-    def execute_command(self, *command):
-        pass
+    def execute_command(self, command, name, *more):
+        self.asked.append(name)
 
     def execute(self, raise_on_error):
-        return self.answers
+        asked, self.asked = self.asked, []
+        self.names = self.names or asked
+        return [self.answers[self.names.index(name)] for name in asked]
 
     def close(self):
         pass

@@ -25,7 +25,6 @@ _KINDS = {
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4}
 # These have attention and a state in each layer.
 _HYBRIDS = {"falcon_h1"}
-MAX_LAYERS = 10_000
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 # Where models of several parts, such as one for pictures, have their decoder.
 _DECODERS = ("text_config", "thinker_config", "language_config", "llm_config")
@@ -113,6 +112,8 @@ def decoder_settings(model_config: Settings) -> Settings:
     >>> decoder_settings({"thinker_config": {"text_config": {"num_hidden_layers": 2}}})
     {'num_hidden_layers': 2}
     """
+    if not isinstance(model_config, Mapping):
+        raise ConfigError([f"the model's config is a {type(model_config).__name__}, must be a mapping"])
     for name in _DECODERS:
         if isinstance(part := model_config.get(name), Mapping) and part:
             return decoder_settings(part)

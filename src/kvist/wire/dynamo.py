@@ -39,8 +39,6 @@ FIELDS = {"worker_id", "storage_tier", "event"}
 EVENT_FIELDS = {"event_id", "data", "dp_rank"}
 STORED_FIELDS = {"parent_hash", "blocks"}
 
-MAX_TOKEN = 2**32 - 1
-
 
 def narrowing(*, remembers: bool = False) -> WithoutGroups:
     """Return what brings records into Dynamo's terms."""
@@ -113,18 +111,6 @@ def tokens_hashes(tokens: Sequence[int], block_size: int, media: Sequence[Sequen
         part = content[begin : begin + size] + b"".join(each.to_bytes(8, "little") for each in marks)
         found.append(xxh3_64_intdigest(part, seed=SEED))
     return found
-
-
-def _words(tokens: Sequence[int]) -> bytes:
-    """Return tokens as 32 bits each; raise ArgumentError for what is none, such as the pairs of drafting models."""
-    try:
-        values = np.asarray(tokens, None if len(tokens) else np.int64)
-    except (ValueError, OverflowError):  # pairs beside ids
-        values = np.empty((0, 0))
-    is_fine = values.ndim == 1 and values.dtype.kind in "iu"
-    if not is_fine or (len(values) and not 0 <= int(values.min()) <= int(values.max()) <= MAX_TOKEN):
-        raise ArgumentError(f"Dynamo's hash is of token ids from 0 to {MAX_TOKEN}, not of {tokens!r:.60}")
-    return values.astype("<u4").tobytes()
 
 
 def _data(record: Record) -> Any:

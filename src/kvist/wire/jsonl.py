@@ -70,10 +70,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 def encode(records: Iterable[Record]) -> str:
     """Return a line for each record, each with its end."""
-    try:
-        return "".join(json.dumps(_object(each), separators=(",", ":"), allow_nan=False) + "\n" for each in records)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"record: expected what JSON can say, got other values: {error}") from error
+    return "".join(json.dumps(_object(each), separators=(",", ":"), allow_nan=False) + "\n" for each in records)
 
 
 def decode(lines: str | bytes | Iterable[str | bytes], *, worker: str = "") -> list[Record]:
@@ -150,7 +147,11 @@ def _restored(value: Any) -> Any:
 
 
 def _record(line: str | bytes, worker: str) -> Record:
-    values = check(parsed(line, "line", "a JSON object"), "line", dict)
+    try:
+        read = json.loads(line)
+    except ValueError as error:
+        raise WireError(f"line: expected a JSON object, got {line[:40]!r}: {error}") from error
+    values = check(read, "line", dict)
     name = check(values.get("event"), "event", str)
     kind = KINDS.get(name)
     if kind is None:
@@ -251,55 +252,8 @@ def _float(text: Any) -> float:
         raise WireError(f"float: expected nan, inf or -inf, got {text!r:.60}") from error
 
 
-def _extra_keys(value: Any, field: str) -> tuple[Any, ...] | None:
-    rows = check(value, field, (list, type(None)))
-    return None if rows is None else tuple(_restored(check(each, field, (list, type(None)))) for each in rows)
-
-
-def _read_media(item: dict[str, Any]) -> BlockMedia:
-    if unknown := item.keys() - {"key", "offset", "length", "uuid"}:
-        raise WireError(f"media: expected key, offset, length and uuid, got {', '.join(sorted(unknown)):.60}")
-    return BlockMedia(
-        check(_restored(item.get("key")), "media key", (str, int, bytes)),
-        check(item.get("offset", 0), "media offset", int),
-        check(item.get("length"), "media length", (int, type(None))),
-        check(item.get("uuid"), "media uuid", (str, type(None))),
-    )
-
-
-def _namespace(value: Any, field: str) -> tuple[Any, ...] | None:
-    if value is None:
-        return None
-    return tuple(check(_restored(each), field, (str, int, bytes)) for each in check(value, field, list))
-
-
-def _counts(value: Any, field: str) -> tuple[tuple[str, int], ...]:
-    return tuple(_tier_and_count(each, field) for each in check(value, field, list))
-
-
-def _tier_and_count(value: Any, field: str) -> tuple[str, int]:
-    pair = check(value, field, list)
-    if len(pair) != 2:
-        raise WireError(f"{field}: expected pairs of a tier and a number, got {value!r:.60}")
-    return check(pair[0], field, str), check(pair[1], field, int)
-
-
 def _bytes(text: Any, field: str) -> bytes:
     try:
         return bytes.fromhex(check(text, field, str))
     except ValueError as error:
         raise WireError(f"{field}: expected hex digits, got {text!r:.60}") from error
-
-
-_READERS: dict[str, Callable[[Any, str], Any]] = {
-    "time_s": seconds,
-    "tokens": ints,
-    "priorities": ints,
-    "extra_ids": ints,
-    "salt": lambda value, field: check(value, field, (str, int, type(None))),
-    "own": lambda value, field: _restored(check(value, field, (dict, type(None)))),
-    "namespace": _namespace,
-    "num_blocks": _counts,
-    "extra_keys": _extra_keys,
-}
-"""How fields are read that are more than a text or an int."""

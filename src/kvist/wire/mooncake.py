@@ -68,8 +68,7 @@ def decode(payload: bytes, *, worker: str = "") -> list[Record]:
     items = check(unpack(payload), "batch", list)
     if len(items) < 3:
         raise WireError(f"batch: expected [time, events, rank], got {len(items)} values")
-    time_s = seconds(check(items[0], "batch time", int), "batch time")
-    time_s = None if time_s is None else time_s / 1000
+    time_s = check(items[0], "batch time", int) / 1000
     rank = check(items[2], "batch rank", (int, type(None)))
     more = {"mooncake batch": tuple(items[3:])} if len(items) > 3 else {}
     return [_record(each, worker, rank, time_s, more) for each in check(items[1], "batch events", list)]

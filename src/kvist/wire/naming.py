@@ -112,7 +112,7 @@ def media_of(run: Run, first: int, end: int) -> tuple[tuple[tuple[BlockMedia, ..
     blocks: list[list[BlockMedia]] = [[] for _ in range(end - first)]
     extra_ids = [0] * num_tokens
     for at, each in [*spans, *marks]:
-        if each.extra_id:
+        if each.extra_id and at >= 0:  # a span may have begun before
             extra_ids[at] = each.extra_id
         if each.key is not None:
             for column in range(max(at, 0) // size, min(-(-(at + each.length) // size), end - first)):

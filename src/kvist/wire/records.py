@@ -10,7 +10,6 @@ one with so many fields takes four times as long.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -41,7 +40,6 @@ Hash = bytes | int
 TIERS = ("device", "host", "disk", "remote")
 """The tiers that all protocols have a word for, from fast to slow. Others go through as they are written."""
 WORD = 2**64 - 1
-MAX_SECONDS = 1e15
 
 
 @dataclass(frozen=True, slots=True)

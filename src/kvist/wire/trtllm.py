@@ -267,10 +267,6 @@ def _read_stored(data: dict[str, Any], told: dict[str, Any]) -> StoredBlocks:
     )
 
 
-def _keys(block: dict[str, Any]) -> list[Any]:
-    return check(block.get("mm_keys"), "mm_keys", (list, type(None))) or []
-
-
 def _read_media(key: Any) -> BlockMedia:
     fields = check(key, "mm_keys", dict)
     return BlockMedia(

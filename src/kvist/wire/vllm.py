@@ -199,7 +199,7 @@ def read_batch(batch: Any, worker: str, dialect: Dialect) -> list[Record]:
     items = check(batch, "batch", list)
     if len(items) < 2:
         raise WireError(f"batch: expected [time, events, rank], got {len(items)} values")
-    time_s = seconds(check(items[0], "batch time", (int, float)), "batch time")
+    time_s = float(check(items[0], "batch time", (int, float)))
     rank = check(items[2], "batch rank", (int, type(None))) if len(items) > 2 else None
     told: dict[str, Any] = {"worker": worker, "rank": rank, "time_s": time_s}
     more = {f"{dialect.name} batch": tuple(items[3:])} if len(items) > 3 else None
