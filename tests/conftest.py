@@ -1,6 +1,7 @@
 """What all tests share: no network, one thread, Hypothesis profiles, and no tests/gpu where there is no device."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ settings.register_profile("quick", COMMON, max_examples=25, stateful_step_count=
 settings.register_profile("thorough", COMMON, max_examples=2000, stateful_step_count=100)
 settings.register_profile("torture", COMMON, max_examples=1500, stateful_step_count=60)
 settings.load_profile("default")
+
+# A shell's background jobs ignore it, and so would all processes that tests begin and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"

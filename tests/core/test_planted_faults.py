@@ -367,8 +367,8 @@ def a_pin_never_expires(monkeypatch):
 
 @fault
 def what_was_lost_in_suspension_counts_as_computed(monkeypatch):
-    def resume(original, state, sequence):
-        num_lost = original(state, sequence)
+    def resume(original, state, sequence, more):
+        num_lost = original(state, sequence, more)
         state.rows.computed_of[sequence.row] += num_lost
         return 0
 
