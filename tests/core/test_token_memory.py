@@ -378,3 +378,15 @@ def test_a_tree_of_drafts_has_what_is_accepted_at_its_nodes():
     assert memory.slots[ids(sequence)].ravel()[3:9].tolist() == [accepted[0], 0, accepted[1], 0, 0, accepted[2]]
     manager.accept(sequence, [4, 5, 6], [0, 2, 5])
     memory.verify(sequence)
+
+
+def test_accepted_drafts_may_come_in_several_calls_where_one_would_write_what_another_has_read():
+    manager, memory = watched(block_size=4, num_blocks=3, max_sequence_length=30)
+    sequence = written(manager, memory, [0] * 6)
+    manager.commit([sequence])
+    manager.rewind(sequence, 4)
+    manager.reserve([sequence], 9)
+    memory.write_tree(sequence, [0, 3, 6, 8], tokens=[0] * 6)
+    manager.accept(sequence, [0] * 4, [0, 3, 6, 8])
+    memory.verify(sequence)
+    assert sequence.num_computed_tokens == 6

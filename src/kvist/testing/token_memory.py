@@ -12,7 +12,7 @@ from kvist.config import CacheConfig
 from kvist.core.groups import RingGeometry, spans_of
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.manager import CacheCore
-from kvist.core.moves import Move
+from kvist.core.moves import Move, one_by_one
 from kvist.core.sequences import Sequence
 
 __all__ = ["NOTHING", "Prefixes", "TokenMemory", "WrongContents", "committed_blocks"]
@@ -379,7 +379,8 @@ class TokenMemory:
             return
         to_device = [move for move in moves if move.destination_tier == DEVICE]
         last = {(move.group, move.destination): move for move in to_device if self.groups[move.group].kind != "state"}
-        for move in to_device:  # single tokens that change places add to what is there
+        # Single tokens that change places add to what is there, and may come in several calls.
+        for move in [*to_device, *one_by_one(self._manager._state.moves)]:
             if move.source_offset or move.destination_offset:
                 last.pop((move.group, move.destination), None)
         committed = committed_blocks(self._manager)
