@@ -6,9 +6,9 @@ from tests.core.layers import FULL, sliding, state
 from tests.core.small import cached, computed, ids
 
 from kvist import CacheConfig, HostTier, RemoteTier, Retention
-from kvist.core.keeping import KeptBlocks
+from kvist.core.keeping import KeptBlocks, repeatable_runs
 from kvist.core.manager import CacheCore
-from kvist.core.moves import BlockMoves
+from kvist.core.moves import BlockMoves, Move
 
 THROUGH, BACK = {"write": "through"}, {"write": "back"}
 
@@ -282,3 +282,33 @@ def test_without_reuse_or_stores_nothing_is_kept(stores):
     cached(manager, range(8))
     assert orders(manager) == []
     assert manager._state.keeper is None
+
+
+# -- orders that can be made again --------------------------------------------------------------------------------------
+
+
+def several(*blocks, source="device", destination="host"):
+    """Copies of many blocks at once."""
+    return BlockMoves(np.array(blocks, np.int32), np.array(blocks, np.int32), 4, 0, source, destination)
+
+
+@pytest.mark.parametrize(
+    ("orders", "lengths"),
+    [
+        ([Move(0, 1, 4), Move(2, 3, 4)], [2]),
+        ([Move(0, 1, 4), Move(2, 0, 4)], [1, 1]),
+        ([Move(0, 1, 4), Move(1, 2, 4)], [2]),  # what reads a copy is made again with it
+        ([Move(1, 0, 1, 0, "device", "device", 1, 3), Move(2, 1, 1)], [1, 1]),  # the rest of 1 is nobody's afterwards
+        ([Move(1, 0, 1, 0, "device", "device", 1, 3), Move(2, 1, 1, 0, "device", "device", 0, 2)], [2]),
+        ([Move(1, 0, 1, 0, "device", "device", 1, 3), Move(2, 1, 1, 0, "device", "device", 0, 1)], [1, 1]),
+        ([several(0), several(5)], [2]),
+        ([several(0), several(5, source="host", destination="device")], [1, 1]),
+        ([KeptBlocks([b"k"], np.array([3], np.int32), 0, "device", "evicted", 35, 0), Move(2, 3, 4)], [1, 1]),
+        ([Move(2, 3, 4), KeptBlocks([b"k"], np.array([3], np.int32), 0, "device", "evicted", 35, 0)], [2]),
+        ([], []),
+    ],
+)
+def test_no_run_of_orders_writes_what_an_earlier_order_in_it_has_read(orders, lengths):
+    runs = repeatable_runs(orders)
+    assert [len(run) for run in runs] == lengths
+    assert [order for run in runs for order in run] == orders

@@ -116,8 +116,10 @@ def test_when_a_rank_is_killed_the_others_end_in_time_and_say_which(kind, tmp_pa
     ranks = [rank.get("lose_one") for rank in run_ranks(kind, tmp_path, "lose_one")]
     assert ranks[2] is None
     assert ranks[0]["num_gathered"] == 100 * NUM_RANKS
+    assert "rank 2" in ranks[0]["error"]
     for each in (ranks[0], ranks[1], ranks[3]):
-        assert re.search("rank 2 (has not been heard for 3|is gone: )", each["error"]), each
+        # Rank 0 may have left before another has read which rank it named.
+        assert re.search("rank [02] (has not been heard for 3|is gone: )", each["error"]), each
         # The limit of 3 s once to find out and once to let go; and time for cores that are shared.
         assert each["left_s"] - each["heard_all_s"] < 15
 

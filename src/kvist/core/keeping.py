@@ -82,8 +82,10 @@ class _Reads:
             return False
         if isinstance(order, BlockMoves) or order.destination_tier in self._whole_tiers:
             return True
-        begin, end = order.destination_offset, order.destination_offset + order.num_tokens
         rows = self._rows.get((order.destination_tier, order.destination), [])
+        if not order.destination_offset:  # what follows may hold nothing afterwards, or others' rows
+            return bool(rows)
+        begin, end = order.destination_offset, order.destination_offset + order.num_tokens
         return any(begin < last and first < end for first, last in rows)
 
 
