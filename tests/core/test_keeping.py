@@ -284,7 +284,7 @@ def test_without_reuse_or_stores_nothing_is_kept(stores):
     assert manager._state.keeper is None
 
 
-# -- orders that can be made again --------------------------------------------------------------------------------------
+# -- orders that can be made again -------------------------------------------------------------------------------------
 
 
 def several(*blocks, source="device", destination="host"):
