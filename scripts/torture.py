@@ -2,7 +2,7 @@
 
     python scripts/torture.py --minutes 10 --seed 1
 
-The tests of tests/torture and tests/fuzz with many examples, then a soak. A class is a file of tests; what it found is
+The tests of tests/torture, tests/fuzz and tests/scale with many examples, planted faults, then a soak. A class is a file of tests; what it found is
 what fails now, what was mended is in tests/fuzz/mended.json, with the commits. Exits 1 if anything fails.
 """
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 MENDED = ROOT / "tests" / "fuzz" / "mended.json"
-FOLDERS = ("tests/torture", "tests/fuzz")
+FOLDERS = ("tests/torture", "tests/fuzz", "tests/scale", "tests/core/test_planted_faults.py")
 SOAK = "soak"
 
 
@@ -36,7 +36,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def tested(profile: str, seed: int, xml: Path) -> int:
     """Run the tests, and return their exit status."""
-    folders = [each for each in FOLDERS if (ROOT / each).is_dir()]
+    folders = [each for each in FOLDERS if (ROOT / each).exists()]
     options = ["-m", "slow or not slow", f"--hypothesis-profile={profile}", f"--hypothesis-seed={seed}"]
     command = [sys.executable, "-m", "pytest", "-q", *options, f"--junit-xml={xml}", *folders]
     return subprocess.run(command, cwd=ROOT, check=False).returncode

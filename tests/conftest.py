@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"
-ATTACKS = (TESTS / "torture", TESTS / "fuzz", TESTS / "scale")
+ATTACKS = (TESTS / "torture", TESTS / "fuzz", TESTS / "scale", TESTS / "core" / "test_planted_faults.py")
 """What is slow there is left to `make torture`."""
 
 
