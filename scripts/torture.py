@@ -2,8 +2,9 @@
 
     python scripts/torture.py --minutes 10 --seed 1
 
-The tests of tests/torture, tests/fuzz and tests/scale with many examples, planted faults, then a soak. A class is a file
-of tests; what it found is what fails now, what was mended is in tests/fuzz/mended.json, with the commits. Exits 1 if anything fails.
+The tests of tests/torture, tests/fuzz and tests/scale with many examples, planted faults, then a soak. A class is a
+file of tests; what it found is what fails now, what was mended is in tests/fuzz/mended.json, with the commits. Exits 1
+if anything fails.
 """
 
 import argparse
