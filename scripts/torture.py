@@ -22,7 +22,13 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 MENDED = ROOT / "tests" / "fuzz" / "mended.json"
-FOLDERS = ("tests/torture", "tests/fuzz", "tests/scale", "tests/core/test_planted_faults.py")
+FOLDERS = (
+    "tests/torture",
+    "tests/fuzz",
+    "tests/scale",
+    "tests/core/test_planted_faults.py",
+    "tests/tiers/test_engine_tiers.py",
+)
 SOAK = "soak"
 
 

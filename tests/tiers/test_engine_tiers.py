@@ -117,7 +117,7 @@ def restart(server, bucket=None):
         server.make_bucket(bucket)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.long), "qwen3_next"])
 def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_restarted(
     kind, valkey, monkeypatch, waits
 ):
@@ -151,7 +151,7 @@ def test_an_engine_goes_on_while_its_valkey_server_is_stopped_killed_filled_and_
     assert max(waits, default=0.0) <= 0.2
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.long)])
 def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(kind, s3, monkeypatch, waits):
     with pressed(kind, [RemoteTier(s3.url(BUCKET), timeout_s=1.0)]) as engine:
         midway = Midway(engine, monkeypatch)
@@ -174,7 +174,7 @@ def test_an_engine_goes_on_while_its_s3_server_is_stopped_killed_and_restarted(k
     assert max(waits) <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.long)])
 def test_an_engine_goes_on_while_its_s3_server_is_full(kind, s3, monkeypatch, waits):
     front = FullDisk(s3)
     with pressed(kind, [RemoteTier(front.url(BUCKET), timeout_s=1.0)]) as engine:
