@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvist.errors import ArgumentError, ConfigError, KvistError
+from kvist.errors import ArgumentError, ConfigError
 from kvist.sizes import parse_bytes
 from kvist.tier_config import DiskTier, HostTier, RemoteTier, TierSpec
 
@@ -22,6 +21,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"kvist: the command line needs {missing.name}; pip install 'kvist[cli]'") from None
 
 from kvist import cli_events, cli_lab, cli_plan, cli_soak
+from kvist.cli_errors import errors_told
 from kvist.cli_models import default_num_blocks, import_serve, load, read_prompts, run_prompts, tokenize
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ def generate(
     """Generate text for one prompt or many, with continuous batching and prefix reuse."""
     from kvist.serve import SamplingParams
 
-    with _errors_told(status=2):
+    with errors_told(status=2):
         texts = read_prompts(prompt, prompts)
         sampling = SamplingParams(
             max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         tiers = _tiers(host, disk, remote)
-    with _errors_told(status=1):
+    with errors_told(status=1):
         serve = import_serve()
         decoder, tokenizer = load(model, cache_folder)
         token_ids = [tokenize(tokenizer, text, chat=chat) for text in texts]
@@ -188,18 +188,8 @@ def _told_of_tiers(manager: KVCacheManager) -> Iterator[str]:
         )
 
 
-@contextmanager
-def _errors_told(*, status: int) -> Iterator[None]:
-    """Turn what users can mend into one line on stderr and this exit status."""
-    try:
-        yield
-    except (KvistError, OSError, ValueError, ImportError, MemoryError) as error:
-        print(f"kvist: {error}", file=sys.stderr)
-        raise typer.Exit(status) from error
-
-
 for commands in (cli_plan, cli_lab, cli_events, cli_soak):
-    commands.add_commands(app, _errors_told)
+    commands.add_commands(app)
 
 
 def _as_json(index: int, text: str, generation: Generation) -> str:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
 
+from kvist.cli_errors import errors_told
 from kvist.errors import ArgumentError, WireError
 
 __all__ = ["add_commands"]
 
 MAX_BATCH_BYTES = 1 << 28
 """A publisher that sends a longer frame is cut off."""
-
-Told = Callable[..., AbstractContextManager[None]]
-"""Turns errors that users can mend into a line and an exit status."""
 
 EXAMPLES = """
 \b
@@ -34,19 +32,10 @@ Examples:
 events = typer.Typer(help="Read, convert and index streams of KV cache events.", no_args_is_help=True, epilog=EXAMPLES)
 
 
-def add_commands(app: typer.Typer, told: Told) -> None:
-    """Add the commands to the command line, whose errors are `told` as all others are."""
-    _TOLD.append(told)
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
     app.add_typer(events, name="events")
     app.command(epilog=EXAMPLES)(replay)
-
-
-_TOLD: list[Told] = []
-"""How errors are told; commands take what users type, and nothing else."""
-
-
-def _told(*, status: int) -> AbstractContextManager[None]:
-    return _TOLD[-1](status=status)
 
 
 @events.command()
@@ -58,7 +47,7 @@ def convert(
     """Write events of one format in another, line by line."""
     from kvist.wire import convert as convert_lines
 
-    with _told(status=1), _opened(file) as lines:
+    with errors_told(status=1), _opened(file) as lines:
         for line in convert_lines(lines, source, target):
             print(line, flush=True)
 
@@ -75,7 +64,7 @@ def index(
     from kvist.wire import PrefixIndex, decode_line
 
     found = PrefixIndex()
-    with _told(status=1):
+    with errors_told(status=1):
         for file in files:
             with file.open(encoding="utf-8") as lines:
                 for line in filter(str.strip, lines):
@@ -83,7 +72,7 @@ def index(
                     if gap is not None:
                         print(f"kvist: {file}: {gap}", file=sys.stderr)
     if query is not None:
-        with _told(status=2):
+        with errors_told(status=2):
             hashes = [_hash_of(text) for text in query.split(",")]
         for each in found.query(hashes):
             print(json.dumps({"worker": each.worker, "num_blocks": each.num_blocks, "tiers": dict(each.per_tier)}))
@@ -104,7 +93,7 @@ def tail(
     """Print the events that a publisher sends from now on."""
     from kvist.wire import Converter
 
-    with _told(status=1):
+    with errors_told(status=1):
         converter = None if target == "vllm" else Converter(target, remembers=target != "kvist")
         for batch in _received(endpoint, topic, count):
             try:
@@ -123,7 +112,7 @@ def replay(
     from kvist.journal import report
     from kvist.testing.odd_policies import ODD_POLICIES
 
-    with _told(status=1):
+    with errors_told(status=1):
         told = report(journal, stop_at=stop_at, state=state, policies=ODD_POLICIES)
     if as_json:
         print(json.dumps(told))

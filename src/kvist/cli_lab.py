@@ -13,18 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvist.cli_errors import errors_told
 from kvist.cli_replays import (
     Arrivals,
     ArrivalsOption,
+    Choices,
     Concurrency,
-    Content,
     DiskBlocks,
     DiskRate,
     HostBlocks,
     Policy,
     Processes,
     add_replay_commands,
-    configurations,
     exit_interrupted,
     replayed,
 )
@@ -37,14 +37,12 @@ from kvist.cli_traces import (
     OnErrorChoice,
     Seed,
     Tokenizer,
-    Told,
     TraceSpec,
     add_trace_commands,
     check_writable,
     numbers,
     opened,
     tell_problems,
-    told,
     writing,
 )
 from kvist.errors import ArgumentError, TraceError
@@ -83,10 +81,10 @@ lab = typer.Typer(
 )
 
 
-def add_commands(app: typer.Typer, told: Told) -> None:
-    """Add the commands to the command line, whose errors are `told` as all others are."""
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
     add_replay_commands(lab)
-    add_trace_commands(lab, told)
+    add_trace_commands(lab)
     app.add_typer(lab, name="lab")
 
 
@@ -112,13 +110,13 @@ def curve(
     as_json: AsJson = False,
 ) -> None:
     """Tell the hit rate of LRU for every size, exactly and in one pass, with the optimal bound and the knee."""
-    with told(status=2):
+    with errors_told(status=2):
         asked = None if sizes is None else numbers("--sizes", sizes)
         if sample is not None and not 0 < sample <= 1:
             raise ArgumentError(f"--sample is {sample}, must be above 0 and at most 1")
         if plot is not None and plot.suffix not in (".png", ".svg"):
             raise ArgumentError(f"--plot is {plot}, must end in .png or .svg")
-    with told(status=1):
+    with errors_told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         references = _references(read, block_size, sample, seed)
         lru, bound = _curves(references, asked, optimal=optimal)
@@ -151,18 +149,18 @@ def report(
 ) -> None:
     """Write one HTML page on a trace: curves with bounds, replays over time, misses, reuse, and the prefix tree."""
     size = None if block_size is None else str(block_size)
-    settings = (policy, size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, Content.TOKENS)
-    with told(status=2):
-        configs = configurations(blocks or "1", *settings, None, None, None)
+    choices = Choices(policy, size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals)
+    with errors_told(status=2):
+        configs = choices.configs(blocks or "1")
         check_writable(out)
-    with told(status=1):
+    with errors_told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         labelled = _Labelled(read)
         references = _references(labelled, block_size, None, 0)
         tell_problems(read.problems)
         lru, bound = _curves(references, None, optimal=True)
         if blocks is None:
-            configs = configurations(str(_knee_size(lru)), *settings, None, None, None)
+            configs = choices.configs(str(_knee_size(lru)))
         results, is_whole = replayed(read, configs, processes, references.num_requests)
         _write_report(out, references, [lru, *([bound] if bound else [])], results, labelled.labels)
     print(f"kvist: {out}, {out.stat().st_size:,} bytes", file=sys.stderr)

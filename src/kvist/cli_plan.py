@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from kvist import planning
+from kvist.cli_errors import errors_told
 from kvist.config import CacheConfig, parse_bytes
 from kvist.errors import ArgumentError
 
 __all__ = ["add_commands"]
-
-Told = Callable[..., AbstractContextManager[None]]
-"""Turns errors that users can mend into a line and an exit status."""
 
 EXAMPLES = """
 \b
@@ -37,18 +33,10 @@ Exit status: 0 done; 1 the model's config or the trace cannot be read, or memory
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 _NEEDED_OF_GEMMA = ("num_key_value_heads", "head_dim")
 
-_TOLD: list[Told] = []
-"""How errors are told; commands take what users type, and nothing else."""
 
-
-def add_commands(app: typer.Typer, told: Told) -> None:
-    """Add the command to the command line, whose errors are `told` as all others are."""
-    _TOLD.append(told)
+def add_commands(app: typer.Typer) -> None:
+    """Add the command to the command line."""
     app.command(epilog=EXAMPLES)(plan)
-
-
-def _told(*, status: int) -> AbstractContextManager[None]:
-    return _TOLD[-1](status=status)
 
 
 def plan(
@@ -113,7 +101,7 @@ def plan(
 ) -> None:
     """Say what fits on accelerators or in memory, or what so many sequences need, without loading the model."""
     tiers = {name: size for name, size in {"host": host, "disk": disk}.items() if size is not None}
-    with _told(status=2):
+    with errors_told(status=2):
         if sum(given is not None for given in (gpu_memory, memory, sequences)) != 1:
             raise ArgumentError("give either --memory or --sequences, or --gpu-memory")
         demand = planning.Demand(length, prompt, concurrency, dtype, block_size, chunk)
@@ -127,7 +115,7 @@ def plan(
         part = 0.9 if utilisation is None else utilisation
         deployment = planning.Deployment(gpu_memory or 1, tp, pp, part, weights, reserve)
         bandwidths = parse_bytes(host_bandwidth), parse_bytes(disk_bandwidth)
-    with _told(status=1):
+    with errors_told(status=1):
         settings, filled = _completed(_read_config(model))
         made: planning.Plan | _OnDevices
         if gpu_memory is None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvist.cli_errors import errors_told
 from kvist.cli_traces import (
     AsJson,
     AtOnce,
@@ -26,7 +28,6 @@ from kvist.cli_traces import (
     numbers,
     opened,
     tell_problems,
-    told,
     writing,
 )
 from kvist.errors import ArgumentError, TraceError
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from kvist.lab.traces import FileTrace
 
 __all__ = [
-    "Arrivals", "ArrivalsOption", "Concurrency", "Content", "DiskBlocks", "DiskRate", "HostBlocks", "Policy",
-    "Processes", "add_replay_commands", "configurations", "exit_interrupted", "replayed",
+    "Arrivals", "ArrivalsOption", "Choices", "Concurrency", "DiskBlocks", "DiskRate", "HostBlocks", "Policy",
+    "Processes", "add_replay_commands", "exit_interrupted", "replayed",
 ]  # fmt: skip
 
 REPLAY_EXAMPLES = """
@@ -147,15 +148,16 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace on the real manager, with one configuration."""
-    with told(status=2):
-        configs = configurations(
-            blocks, policy, block_size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, content, retain,
+    with errors_told(status=2):
+        choices = Choices(
+            policy, block_size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, content, retain,
             prefill_rate, fit,
         )  # fmt: skip
+        configs = choices.configs(blocks)
         if len(configs) > 1:
             raise ArgumentError(f"these are {len(configs)} configurations; kvist lab compare replays several")
         _check_out(out)
-    with told(status=1):
+    with errors_told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         _compare(read, configs, 1, out, as_json=as_json)
 
@@ -183,52 +185,64 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace on the real manager with many configurations, side by side."""
-    with told(status=2):
-        configs = configurations(
-            blocks, policy, block_size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, content, retain,
+    with errors_told(status=2):
+        choices = Choices(
+            policy, block_size, host_blocks, disk_blocks, disk_rate, concurrency, arrivals, content, retain,
             prefill_rate, fit,
         )  # fmt: skip
+        configs = choices.configs(blocks)
         _check_out(out)
-    with told(status=1):
+    with errors_told(status=1):
         read = opened(trace, on_error, tokenizer, limit, at_once)
         _compare(read, configs, processes, out, as_json=as_json)
 
 
-def configurations(
-    blocks: str, policy: str, block_size: str | None, host_blocks: str, disk_blocks: str, disk_rate: str,
-    concurrency: str, arrivals: Arrivals, content: Content, retain: list[str] | None, prefill_rate: float | None,
-    fit: Path | None,
-) -> list[replays.ReplayConfig]:  # fmt: skip
-    """Return a configuration for each combination of what was given, named by what tells them apart."""
-    from kvist.lab.replay import ReplayConfig, grid
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What options say of replays: numbers and names with commas between them are all to be tried."""
 
-    base = ReplayConfig(
-        num_blocks=1, arrivals=arrivals.value, content=content.value, cost=_cost(prefill_rate, fit)
-    )  # fmt: skip
-    unknown = [name for name in policy.split(",") if name not in POLICY_NAMES]
-    if unknown:
-        raise ArgumentError(f"--policy: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
-    tiers = [
-        _tiers(host, disk, disk_rate)
-        for host in numbers("--host-blocks", host_blocks, least=0)
-        for disk in numbers("--disk-blocks", disk_blocks, least=0)
-    ]
-    choices: dict[str, list[Any]] = {
-        "block_size": [None] if block_size is None else numbers("--block-size", block_size),
-        "policy": policy.split(","),
-        "tiers": tiers,
-        "retention": [_retention(each) for each in retain or ["none"]],
-        "concurrency": numbers("--concurrency", concurrency),
-        "num_blocks": numbers("--blocks", blocks),
-    }
-    varied = {name for name, values in choices.items() if len(values) > 1}
-    return [_named(config, varied) for config in grid(base, **choices)]
+    policy: str
+    block_size: str | None
+    host_blocks: str
+    disk_blocks: str
+    disk_rate: str
+    concurrency: str
+    arrivals: Arrivals
+    content: Content = Content.TOKENS
+    retain: list[str] | None = None
+    prefill_rate: float | None = None
+    fit: Path | None = None
+
+    def configs(self, blocks: str) -> list[replays.ReplayConfig]:
+        """Return a configuration for each combination, named by what tells them apart, with these sizes."""
+        from kvist.lab.replay import ReplayConfig, grid
+
+        cost = _cost(self.prefill_rate, self.fit)
+        base = ReplayConfig(num_blocks=1, arrivals=self.arrivals.value, content=self.content.value, cost=cost)
+        unknown = [name for name in self.policy.split(",") if name not in POLICY_NAMES]
+        if unknown:
+            raise ArgumentError(f"--policy: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
+        choices: dict[str, list[Any]] = {
+            "block_size": [None] if self.block_size is None else numbers("--block-size", self.block_size),
+            "policy": self.policy.split(","),
+            "tiers": self._tiers(),
+            "retention": [_retention(each) for each in self.retain or ["none"]],
+            "concurrency": numbers("--concurrency", self.concurrency),
+            "num_blocks": numbers("--blocks", blocks),
+        }
+        varied = {name for name, values in choices.items() if len(values) > 1}
+        return [_named(config, varied) for config in grid(base, **choices)]
+
+    def _tiers(self) -> list[list[HostTier | replays.SlowTier]]:
+        return [
+            _tiers(host, disk, self.disk_rate)
+            for host in numbers("--host-blocks", self.host_blocks, least=0)
+            for disk in numbers("--disk-blocks", self.disk_blocks, least=0)
+        ]
 
 
 def _named(config: replays.ReplayConfig, varied: set[str]) -> replays.ReplayConfig:
     """Return a configuration with a name that tells it from others, which differ in what is `varied`."""
-    from dataclasses import replace
-
     tiers = (("host" if isinstance(tier, HostTier) else tier.name, tier.num_blocks) for tier in config.tiers)
     parts = [replace(config, tiers=()).label, *(f"+ {name} {num_blocks:,}" for name, num_blocks in tiers)]
     if "concurrency" in varied:
@@ -269,8 +283,6 @@ def _retention(ranges: str) -> Any:
 
 
 def _cost(prefill_rate: float | None, fit: Path | None) -> replays.CostModel:
-    from dataclasses import replace
-
     from kvist.lab.replay import CostModel, StepTime
 
     cost = CostModel()

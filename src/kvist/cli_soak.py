@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from kvist.cli_errors import errors_told
 from kvist.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvist.testing.soak import Fault, Plan, Tally
 
 __all__ = ["add_commands"]
-
-Told = Callable[..., AbstractContextManager[None]]
-"""Turns errors that users can mend into a line and an exit status."""
 
 EXAMPLES = """
 \b
@@ -37,13 +35,9 @@ Exit status: 0 nothing wrong; 1 a fault was found; 2 wrong arguments; 130 interr
 DEFAULT_MINUTES = 1.0
 
 
-def add_commands(app: typer.Typer, told: Told) -> None:
-    """Add the command to the command line, whose errors are `told` as all others are."""
-    _TOLD.append(told)
+def add_commands(app: typer.Typer) -> None:
+    """Add the command to the command line."""
     app.command(epilog=EXAMPLES)(soak)
-
-
-_TOLD: list[Told] = []
 
 
 def soak(
@@ -61,7 +55,7 @@ def soak(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Do everything to small caches at random, proving after each step that nothing is wrong."""
-    with _TOLD[-1](status=2):
+    with errors_told(status=2):
         seed = random.randrange(2**32) if seed is None else seed
         plan = _plan(seed, minutes, examples, steps, policy, block_size, kinds, shrinks=not no_shrink)
         if not journal.parent.is_dir():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvist.cli_errors import errors_told
 from kvist.cli_models import default_num_blocks, import_serve, load, read_prompts, run_prompts, tokenize
 from kvist.errors import ArgumentError, TraceError
 
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson", "AtOnce", "BlockSize", "Limit", "OnError", "Seed", "Tokenizer", "TraceSpec", "add_trace_commands",
-    "check_writable", "numbers", "opened", "tell_problems", "told", "writing",
+    "check_writable", "numbers", "opened", "tell_problems", "writing",
 ]  # fmt: skip
-
-Told = Callable[..., AbstractContextManager[None]]
-"""Turns errors that users can mend into a line and an exit status."""
 
 MAKE_EXAMPLES = """
 \b
@@ -87,20 +85,11 @@ Out = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trac
 From = Annotated[str | None, typer.Option("--from", metavar="TRACE", help="Write another trace in this form.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-_TOLD: list[Told] = []
-"""How errors are told; commands take what users type, and nothing else."""
 
-
-def add_trace_commands(app: typer.Typer, told: Told) -> None:
-    """Add the commands to those of the lab, whose errors are `told` as all others are."""
-    _TOLD.append(told)
+def add_trace_commands(app: typer.Typer) -> None:
+    """Add the commands to those of the lab."""
     app.command(epilog=MAKE_EXAMPLES)(make)
     app.command(epilog=RECORD_EXAMPLES)(record)
-
-
-def told(*, status: int) -> AbstractContextManager[None]:
-    """Turn errors that users can mend into a line and this exit status."""
-    return _TOLD[-1](status=status)
 
 
 def opened(
@@ -164,11 +153,11 @@ def make(
     as_json: AsJson = False,
 ) -> None:
     """Make up a workload, or bring a trace into another form."""
-    with told(status=2):
+    with errors_told(status=2):
         if (workload is None) == (source is None):
             raise ArgumentError("name either a workload or, with --from, a trace")
         made = None if workload is None else _synthetic(workload, requests, rate, seed, form, block_size)
-    with told(status=1):
+    with errors_told(status=1):
         read = opened(source, on_error, tokenizer, limit, at_once) if source is not None else None
         num_written = _write(read if made is None else made, out, form, block_size)
         if read is not None:
@@ -202,11 +191,11 @@ def record(
     as_json: AsJson = False,
 ) -> None:
     """Record requests as a trace of hashes, without text or tokens: of a model that runs, or of another trace."""
-    with told(status=2):
+    with errors_told(status=2):
         if (model is None) == (source is None) or (model is None) != (prompts is None):
             raise ArgumentError("give either --model and --prompts, or --from")
         texts = [] if model is None else read_prompts(None, prompts)
-    with told(status=1):
+    with errors_told(status=1):
         if source is not None:
             from kvist.lab.recording import record as record_trace
 
