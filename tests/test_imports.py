@@ -87,6 +87,7 @@ LAYERS = {
         {
             "",
             "cli",
+            "cli_errors",
             "cli_events",
             "cli_lab",
             "cli_models",
