@@ -46,9 +46,9 @@ class Memory(Protocol):
         again; after any other call the moves are kept, and made with those of the next call that needs some. Moves that
         write what others have read come in a call of their own, so that all of a call may be made again.
 
-        An error with `moves` says that these were not made, of this call or an earlier one, and all others were. Those
-        between tiers are not tried again: what they were to bring is forgotten, and running sequences that have it are
-        suspended. Then `forget(moves)`, if there is such a method, is told that their destinations are free.
+        A TransferError with `moves` says that these were not made, of this call or an earlier one, and all others were.
+        Those between tiers are not tried again: what they were to bring is forgotten, and running sequences that have
+        it are suspended. Then `forget(moves)`, if there is such a method, is told that their destinations are free.
         """
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvist.config import CacheConfig
 from kvist.core.lower import DEVICE
-from kvist.core.moves import Move
+from kvist.core.moves import Move, one_by_one
 from kvist.testing.token_memory import NOTHING, TokenMemory
 
 __all__ = ["FaultyMemory"]
@@ -65,7 +65,7 @@ class FaultyMemory(TokenMemory):
 
     @property
     def has_failed(self) -> bool:
-        """Whether copies have failed that the next `perform` makes again."""
+        """Whether copies have failed that are still to be made."""
         return self._is_behind
 
     def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
@@ -73,7 +73,7 @@ class FaultyMemory(TokenMemory):
         moves = list(moves)
         if self._after is None:
             super().perform(moves, late=late or self._is_behind)
-            self._is_behind = False
+            self._is_behind = self._is_behind and self._more_come(moves)
             return
         made, self._is_behind = min(self._after, len(moves)), True
         super().perform(moves[:made], late=True)
@@ -81,9 +81,12 @@ class FaultyMemory(TokenMemory):
         self._after = 0 if self._times else None
         for move in moves[made : made + 1]:
             self._tear(move)
-        failure = self._failure(f"copy {made} of {len(moves)}")
-        failure.moves = moves[made:]
-        raise failure
+        raise self._failure(f"copy {made} of {len(moves)}")
+
+    def _more_come(self, moves: list[Move]) -> bool:
+        """Say whether the manager has copies made in several calls, of which these are not the last."""
+        ordered = [] if self._manager is None else one_by_one(self._manager._state.moves)
+        return bool(ordered) and ordered[-1:] != moves[-1:]
 
     def read_blocks(self, group: int, blocks: NDArray[np.int32], tier: str = DEVICE) -> NDArray[np.uint8]:
         """Read blocks, or fail."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -16,7 +16,6 @@ from kvist.core.events import Event, Moved, Stored
 from kvist.core.extents import Namespace
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Pin, PrefixMatch
-from kvist.core.moves import Move
 from kvist.core.sequences import Sequence, Sequences
 from kvist.core.state import PinHold
 from kvist.errors import KvistError, OutOfBlocks, OutOfRows, TransferError
@@ -24,31 +23,18 @@ from kvist.event_log import Subscription
 from kvist.manager import KVCacheManager
 from kvist.testing.bills import Bill, Counts
 from kvist.testing.configs import Draft, cache_configs, rare
+from kvist.testing.faulty_memory import FaultyMemory
 from kvist.testing.model import Reusable, Shadow
 from kvist.testing.prompts import Prompt
-from kvist.testing.token_memory import TokenMemory
 
 __all__ = ["BEFORE_EACH_WRITE", "NAMESPACES", "Stage", "named", "require"]
 
 Result = TypeVar("Result")
 
+MAX_MADE = 4
+"""A memory that fails has made fewer copies than that of those that were ordered together."""
 NAMESPACES: tuple[Namespace, ...] = ((), ("tenant", 1))
 BY_THE_MANAGER, AFTER_EACH_CALL, BEFORE_EACH_WRITE = "by the manager", "after each call", "before each write"
-
-
-class FailingMemory(TokenMemory):
-    """An oracle that fails after half of the copies while it is broken, and later makes those that are left."""
-
-    is_broken = has_failed = False
-
-    def perform(self, moves: Iterable[Move], *, late: bool = False) -> None:
-        """Make copies, or half of them and fail."""
-        moves = list(moves)
-        if self.is_broken:
-            super().perform(moves[: len(moves) // 2], late=True)
-            self.has_failed = True
-            raise OSError("the memory is broken")
-        super().perform(moves, late=late or self.has_failed)
 
 
 class Stage(RuleBasedStateMachine):
@@ -83,7 +69,7 @@ class Stage(RuleBasedStateMachine):
         self.breaks_next = data.draw(rare, label="the memory is to fail")
         self.bill = Bill(self.config)
         self.is_plain = [group.kind for group in self.config.groups] == ["full"]
-        self.memory = FailingMemory(self.config)
+        self.memory = FaultyMemory(self.config)
         memory = self.memory if self.delivery == BY_THE_MANAGER else None
         self.manager = self.memory.attach(KVCacheManager(self.config, memory, clock=lambda: self.now_s))
         self.made()
@@ -333,14 +319,14 @@ class Stage(RuleBasedStateMachine):
 
     def called_with_failures(self, call: Callable[[], Result]) -> Result:
         """Make a call; once the memory is to break, it does at the first that needs copies."""
-        if not self.manager._state.moves:
-            self.memory.has_failed = False
-        self.memory.is_broken = self.breaks_next
+        num_failures = self.memory.num_failures
+        if self.breaks_next:
+            self.memory.fail_next(after=self.num_calls % MAX_MADE)
         try:
             return call()
         finally:
-            self.memory.is_broken = False
-            self.breaks_next = self.breaks_next and not self.memory.has_failed
+            self.memory.work_again()
+            self.breaks_next = self.breaks_next and self.memory.num_failures == num_failures
 
     def digest(self) -> str:
         """Return the manager's digest, which publishes all that is committed."""
@@ -384,7 +370,6 @@ class Stage(RuleBasedStateMachine):
         left_over = bool(moves) and self.delivery == BY_THE_MANAGER and not self.memory.has_failed
         require(not left_over, f"{moves} were left, though there is a memory")
         self.memory.perform(moves, late=self.delivery == BEFORE_EACH_WRITE)
-        self.memory.has_failed = False
 
 
 def named(chosen: list[Shadow], *, by_rows: bool) -> Sequences:
