@@ -515,3 +515,22 @@ def test_a_step_is_completed_with_one_token_a_last_chunk_or_not_at_all(tokens):
         of.complete(chunks, tokens)
     assert whole.sequence.num_computed_tokens == 0
     assert of.complete(chunks, [7]) == [whole]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_request_whose_sequence_was_suspended_because_a_copy_failed_goes_on_and_so_do_those_after_it(which):
+    of, requests = scheduler(max_step_tokens=12), [request(first=first) for first in (0, 100, 200)]
+    submit(of, *requests)
+    finish_step(of, of.plan(), [following(each) for each in requests])
+    of._manager.suspend(requests[which].sequence)
+    chunks = of.plan()
+    assert of.running == tuple(requests)
+    assert [each.num_preemptions for each in requests] == [0] * which + [1] * (3 - which)
+    of.complete(chunks, [following(chunk.request) for chunk in chunks if chunk.is_last])
+    run(of)
+    alone = scheduler()
+    for each in requests:
+        again = request(first=each.tokens[0])
+        submit(alone, again)
+        run(alone)
+        assert each.tokens == again.tokens

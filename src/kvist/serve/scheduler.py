@@ -164,10 +164,12 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """Choose the next step's work, in order of arrival, admitting and preempting as blocks allow.
 
-        The blocks of the chunks are allocated when this returns. A step that failed can be planned again. Without
-        chunks, all requests there are wait for what is being loaded.
+        The blocks of the chunks are allocated when this returns. A step that failed can be planned again, also where a
+        copy has failed that running sequences needed, and the manager has suspended these. Without chunks, all requests
+        there are wait for what is being loaded.
         Raises `OutOfBlocks` when the oldest request lacks blocks that no request of this scheduler holds, as by pins.
         """
+        self._set_aside_suspended()
         self._append_generated()
         chunks: list[Chunk] = []
         budget = self._max_step_tokens
@@ -224,6 +226,11 @@ class Scheduler:
                     "tokens"
                 )
 
+    def _set_aside_suspended(self) -> None:
+        """Let requests whose sequences the manager has suspended wait again, and those that arrived after them."""
+        while any(_sequence(request).is_suspended for request in self._running):
+            self._set_aside(self._running.pop())
+
     def _append_generated(self) -> None:
         """Give each running request its last generated token as input, preempting the latest arrivals until all fit."""
         while behind := [request for request in self._running if len(request.tokens) > _sequence(request).num_tokens]:
@@ -238,11 +245,16 @@ class Scheduler:
         """Suspend the latest arrival; False where it is the only one that runs."""
         if len(self._running) == 1:
             return False
-        request = self._running.pop()
-        self._manager.suspend(_sequence(request))
+        self._set_aside(self._running.pop())
+        return True
+
+    def _set_aside(self, request: Request) -> None:
+        """Let a request that ran wait in front of all others."""
+        sequence = _sequence(request)
+        if not sequence.is_suspended:
+            self._manager.suspend(sequence)
         request.num_preemptions += 1
         self._waiting.appendleft(request)
-        return True
 
     def _admit_next(self) -> bool:
         """Move the first ready request to the running ones; False when there is none or it must go on waiting."""
