@@ -7,7 +7,6 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -336,9 +335,15 @@ class CacheCore:
             self._write_through()
 
     def _write_through(self) -> None:
-        """Make the copies to host memory that the end of a sequence has ordered; the next call tries again."""
-        with suppress(TransferError):
+        """Make the copies to host memory that the end of a sequence has ordered; the next call tries again.
+
+        Only a failure that has taken what running sequences had is the caller's concern.
+        """
+        try:
             self._perform_moves()
+        except TransferError as error:
+            if error.sequences:
+                raise
 
     def suspend(self, sequence: Sequence) -> None:
         """Free a sequence's row and blocks until `resume`; what is computed stays reusable as far as it fits.
