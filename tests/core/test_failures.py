@@ -114,18 +114,21 @@ def test_a_sequence_whose_blocks_are_found_to_be_lost_later_is_suspended_and_com
     assert leave(manager, memory, [*range(6), 9, 10]) == 7
 
 
-def test_the_end_of_a_sequence_says_who_was_suspended_by_the_copies_that_it_had_made():
+def test_the_end_of_a_sequence_says_who_was_suspended_by_the_copies_that_it_had_made(monkeypatch):
     manager, memory = losing(num_blocks=8, write="through")
     leave(manager, memory, range(6))
     manager.evict(3)
     sequence, other = manager.add_sequence([*range(6), 9]), manager.add_sequence([20, 21, 22])
     block = sequence.group_blocks(0).item(1)
     memory.write(other)
+    with monkeypatch.context() as broken, pytest.raises(TransferError, match="bus"):
+        broken.setattr(memory, "perform", lambda moves: (_ for _ in ()).throw(OSError("bus")))
+        manager.commit([other])
     memory.untold, memory.lost = [Move(1, block, 2, 0, "host", "device")], {("device", 0, block)}
     with pytest.raises(TransferError) as raised:
-        manager.commit([other])
         manager.free(other)
     assert raised.value.sequences == (sequence,)
+    assert not other.is_live
     manager.check()
 
 
