@@ -111,7 +111,8 @@ class Span:
     def first_block(self, num_computed: int) -> int:
         """Return the first block, sinks apart, that the token after `num_computed` others needs."""
         if self.kind == "sliding":
-            return max(num_computed + 1 - self.window, 0) // self.block_size
+            first = num_computed + 1 - self.window
+            return first // self.block_size if first > 0 else 0
         if self.kind == "chunked":
             return num_computed // self.chunk_tokens * self.chunk_tokens // self.block_size
         if self.kind == "state":

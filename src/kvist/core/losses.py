@@ -57,5 +57,8 @@ class Losses:
 
     def is_first_elsewhere(self, key: bytes, root: Extent | None) -> bool:
         """Say whether another namespace than this has a prompt that begins with this block."""
+        num_namespaces = self._num_first.get(key)
+        if num_namespaces is None:
+            return False
         is_here = root is not None and root.children is not None and key in root.children
-        return self._num_first.get(key, 0) > int(is_here)
+        return num_namespaces > int(is_here)

@@ -457,11 +457,12 @@ class CacheCore:
         """Say what a match of a prompt is, and why it is not longer."""
         state, num_tokens = self._state, len(prompt) // TOKEN_BYTES
         miss = misses.miss_of(state, prompt, namespace, match)
-        if miss == misses.COLD and state.publish_committed():  # another namespace may have just committed it
+        if miss is misses.COLD and state.publish_committed():  # another namespace may have just committed it
             miss = misses.miss_of(state, prompt, namespace, match)
-        miss = misses.shown_miss(state, miss)
         evicted_s, eviction = None, ""
-        if miss == misses.EVICTED:
+        if miss is misses.OTHER_NAMESPACE:
+            miss = misses.shown_miss(state, miss)
+        elif miss is misses.EVICTED:
             loss = misses.loss_after(state, prompt, namespace, match)
             assert loss is not None
             evicted_s, eviction = self.clock() - loss[0], loss[1]

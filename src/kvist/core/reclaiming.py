@@ -23,7 +23,7 @@ __all__ = ["evict_in_groups", "evict_positions"]
 
 def evict_in_groups(tree: PrefixTree, pool: BlockPool, wanted: int) -> None:
     """Evict until so many blocks of a pool are free; so many must be free or evictable."""
-    groups = [group for group in tree.spanned if group.pool is pool]
+    groups = tree.groups_of.get(pool, [])
     for group in groups:
         if pool.num_free < wanted:
             tree.note_evicted(group.take_spare(wanted - pool.num_free))
@@ -106,7 +106,10 @@ def _num_kept(tree: PrefixTree, extent: Extent, pool: BlockPool | None, groups: 
         if not total:
             return num_blocks
         keep = num_blocks - 1 - int(np.searchsorted(from_tail, min(wanted, total)))
-    return max(tree.reach(extent, extent.start + keep) - extent.start, 0) if keep > 0 else 0
+    if keep <= 0:
+        return 0
+    keep = tree.reach(extent, extent.start + keep) - extent.start
+    return keep if keep > 0 else 0
 
 
 def _take_anywhere(tree: PrefixTree, group: SpannedGroup, wanted: int) -> None:

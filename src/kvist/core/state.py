@@ -72,7 +72,6 @@ class CacheState:
         self.is_plain = self.has_full and len(self.spans) == 1
         self.max_chunk_tokens = config.max_chunk_tokens
         self.spanned = self._spanned_groups()
-        self._sharers = [[group for group in self.spanned if group.pool is pool] for pool in self.pools]
         self.linear = [group for group in self.spanned if group.span.kind != "state"]
         self.rings = [group for group in self.spanned if group.span.ring is not None]
         self.sliding = [group for group in self.spanned if group.span.slides]
@@ -92,6 +91,8 @@ class CacheState:
             clock,
             partial=self.reuses and config.partial_reuse and self.recurrent is None,
         )
+        sharers = [self.tree.groups_of.get(pool, []) for pool in self.pools]
+        self._sharing = list(zip(self.pools, sharers, self._num_groups, strict=True))
         self.identities = IdentityTable() if identities is None else identities
         self.chain = Chain(config.fingerprint, self.block_size, self.identities)
         self._add_tiers()
@@ -316,11 +317,11 @@ class CacheState:
     def _surely_can(self, needs: list[int], most_claimed: int) -> bool:
         """Say whether pools have so many blocks, free or evictable, even if a match of so many columns holds all."""
         of_full = self.tree.num_evictable if self.has_full else 0
-        for needed, pool, sharers, num_groups in zip(needs, self.pools, self._sharers, self._num_groups, strict=True):
+        for index, (pool, sharers, num_groups) in enumerate(self._sharing):
             can = pool.num_free + of_full - most_claimed * num_groups
             for group in sharers:
                 can += group.num_evictable
-            if needed > can:
+            if needs[index] > can:
                 return False
             of_full = 0
         return True

@@ -61,6 +61,9 @@ class PrefixTree:
         self.num_groups = num_groups
         self.full_pool = full_pool
         self.spanned = spanned
+        self.groups_of: dict[BlockPool, list[SpannedGroup]] = {}
+        for group in spanned:
+            self.groups_of.setdefault(group.pool, []).append(group)
         self.block_size = block_size
         self.lower: LowerTier | None = None
         self.keeper: Keeper | None = None
@@ -119,7 +122,8 @@ class PrefixTree:
             if child is None:
                 match = Match(extent, position)
                 if partial:
-                    self._find_beside(match, key[: limit - position])
+                    match.source, agreed = self._nearest(extent, key[: limit - position])
+                    match.num_partial_tokens = agreed // TOKEN_BYTES
                 return match
             known = child.tokens
             end = position + len(known)
@@ -138,10 +142,6 @@ class PrefixTree:
         if partial and rest:
             match.source, match.source_block, match.num_partial_tokens = child, blocks, rest // TOKEN_BYTES
         return match
-
-    def _find_beside(self, match: Match, rest: bytes) -> None:
-        match.source, agreed = self._nearest(match.extent, rest)
-        match.num_partial_tokens = agreed // TOKEN_BYTES
 
     def _nearest(self, extent: Extent, rest: bytes) -> tuple[Extent | None, int]:
         """Return the child whose first block agrees longest with `rest`, and in how many bytes."""
