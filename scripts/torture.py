@@ -44,20 +44,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def tested(profile: str, seed: int, xml: Path) -> int:
     """Run the tests, and return their exit status."""
     folders = [each for each in FOLDERS if (ROOT / each).exists()]
-    options = ["-m", "slow or not slow", f"--hypothesis-profile={profile}", f"--hypothesis-seed={seed}"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "auto",
-        "--maxprocesses",
-        "4",
-        *options,
-        f"--junit-xml={xml}",
-        *folders,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "-m", "slow or not slow"]
+    command += [f"--hypothesis-profile={profile}", f"--hypothesis-seed={seed}", f"--junit-xml={xml}", *folders]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

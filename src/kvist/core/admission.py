@@ -161,10 +161,10 @@ def admit(
         miss = miss_of(state, prompt, namespace, match)
         sequence = Sequence(rows, namespace, wishes, num_tokens, num_cached, miss)
     _open_row(state, sequence, match, num_reused)
-    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * state.tree.block_bytes :]))
-    if state.is_plain:
+    if state.is_plain:  # its blocks come first: its tokens then get the memory of those that had to go for it
         _fill_alone(state, sequence.row, num_reused, num_blocks)
-    else:
+    rows.begin(sequence, num_reused, num_blocks, bytes(prompt[num_reused * state.tree.block_bytes :]))
+    if not state.is_plain:
         _fill_groups(state, sequence, match, needs, num_cached, wishes.num_encoder_tokens)
     if sources is not None or sequence.retention is not None:
         _note_cached(state, sequence, match, sources, num_reused)
