@@ -54,7 +54,7 @@ class AdmissionRules(GrowthRules, BranchRules):
                 encoder_tokens=num_encoder_tokens,
             )
         added = self.add(prompt, space, beams, reuse, publish, self.retention(keeping), num_encoder_tokens)
-        right = forecast in (None, added) or (forecast and self.memory.has_failed)
+        right = forecast in (None, added) or (forecast and self.memory_failed)
         require(right, f"the forecast was {forecast} for {len(prompt)} tokens, not {added}")
 
     def add(

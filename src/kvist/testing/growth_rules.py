@@ -147,7 +147,7 @@ class GrowthRules(Stage):
         is_all = all(stop == shadow.num_tokens for shadow, stop in zip(chosen, stops, strict=True))
         is_roomy = self.has_room_for_states(len(chosen))
         self.act(lambda: self.manager.commit(named(chosen, by_rows=by_rows), None if is_all else np.array(stops)))
-        is_roomy = is_roomy and not self.memory.has_failed
+        is_roomy = is_roomy and not (self.memory.has_failed or self.memory_failed)
         for shadow, stop in zip(chosen, stops, strict=True):
             shadow.note_computed(stop, is_roomy=is_roomy)
             self.start_beams(shadow)

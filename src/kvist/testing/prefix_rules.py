@@ -54,7 +54,7 @@ class PrefixRules(Stage):
             self.require_budget()
             self.wait(0)
         elif isinstance(pinned, TransferError):
-            require(self.memory.has_failed, f"{match} could not be pinned, though the memory works: {pinned!r}")
+            require(self.memory_failed, f"{match} could not be pinned, though the memory works: {pinned!r}")
         elif isinstance(pinned, OutOfBlocks):
             may_lack = self.config.pin_budget < 1 or bool(self.config.tiers)
             require(may_lack, f"{match} could not be pinned, though there is no budget: {pinned!r}")

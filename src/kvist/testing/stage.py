@@ -55,7 +55,7 @@ class Stage(RuleBasedStateMachine):
         self.prompts: list[Prompt] = [Prompt()]
         self.pins: list[Pin] = []
         self.matches: list[tuple[PrefixMatch, Prompt]] = []
-        self.breaks_next = False
+        self.breaks_next = self.memory_failed = False
         self.num_calls = self.num_evicted = self.num_asked = self.num_hit = self.num_encoders = 0
         self.now_s = 0.0
         self._outer_error = sys.exc_info()[1]
@@ -326,7 +326,8 @@ class Stage(RuleBasedStateMachine):
             return call()
         finally:
             self.memory.work_again()
-            self.breaks_next = self.breaks_next and self.memory.num_failures == num_failures
+            self.memory_failed = self.memory.num_failures > num_failures
+            self.breaks_next = self.breaks_next and not self.memory_failed
 
     def digest(self) -> str:
         """Return the manager's digest, which publishes all that is committed."""
