@@ -1,13 +1,15 @@
 """Trees of drafts: the accepted nodes move to their places in the sequence, and nothing else does."""
 
 import itertools
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from tests.core.layers import CROSS, FULL, grouped, hit, sliding, state, tables
 from tests.core.small import computed, refused, small
 
-from kvist import ArgumentError, SequenceError
+from kvist import ArgumentError, CacheConfig, KVCacheManager, SequenceError, TransferError
+from kvist.testing import FaultyMemory
 
 
 class Slots:
@@ -77,17 +79,44 @@ def test_nodes_move_in_every_group_of_the_sequences_own_tokens(layers):
     manager.check()
 
 
-def test_neighbours_move_together_and_what_is_in_its_place_stays():
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([0, 3, 4], [(1, 3, 1, 1, 1), (2, 0, 1, 2, 1)]),
+        ([0, 4, 5], [(2, 0, 1, 1, 2)]),
+        ([2, 3, 5], [(1, 2, 1, 0, 2), (2, 1, 1, 2, 1)]),
+        ([0, 2, 3, 5], [(1, 2, 1, 1, 1), (1, 3, 1, 2, 1), (2, 1, 1, 3, 1)]),
+    ],
+)
+def test_neighbours_move_together_unless_they_would_be_written_over_and_what_is_in_its_place_stays(nodes, expected):
     manager = small(block_size=4)
     sequence = computed(manager, range(4))
     manager.reserve([sequence], 8)
-    manager.accept(sequence, [10, 11, 12, 13], [0, 2, 3, 5])
+    manager.accept(sequence, range(10, 10 + len(nodes)), nodes)
     moves = [
         (move.source, move.source_offset, move.destination, move.destination_offset, move.num_tokens)
         for move in manager.take_moves()
     ]
-    assert moves == [(1, 2, 1, 1, 2), (2, 1, 1, 3, 1)]
+    assert moves == expected
     assert manager.take_moves() == []
+
+
+@pytest.mark.parametrize("num_made", range(4))
+def test_a_memory_that_fails_late_is_asked_again_for_no_token_that_was_written_over(num_made):
+    config = CacheConfig([FULL], block_size=4, num_blocks=3)
+    memory = FaultyMemory(config)
+    manager = memory.attach(KVCacheManager(config, memory))
+    sequence = manager.add_sequence([0])
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.reserve([sequence], 4)
+    memory.write_tree(sequence, [1, 2, 3], tokens=[0, 5, 6, 7])
+    memory.fail_next(after=num_made)
+    with suppress(TransferError):
+        manager.accept(sequence, [5, 6, 7], [1, 2, 3])
+    memory.work_again()
+    manager.evict(0)
+    memory.verify(sequence)
 
 
 def test_nodes_that_are_in_their_places_need_no_move():

@@ -160,7 +160,10 @@ def accept(state: CacheState, sequence: Sequence, ids: NDArray[np.int32], nodes:
 def _runs(
     sources: NDArray[np.int64], destinations: NDArray[np.int64], block_size: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the moves of tokens between positions: (to block, from block, to offset, from offset, number of tokens)."""
+    """Yield the moves of tokens between positions: (to block, from block, to offset, from offset, number of tokens).
+
+    None writes what it reads, so that it can be made again.
+    """
     at = 0
     while at < len(sources):
         source, destination = int(sources[at]), int(destinations[at])
@@ -168,6 +171,8 @@ def _runs(
         from_block, from_offset = divmod(source, block_size)
         n = 1
         longest = min(block_size - max(to_offset, from_offset), len(sources) - at)
+        if from_block == to_block and source != destination:
+            longest = min(longest, abs(from_offset - to_offset))
         while n < longest and sources[at + n] == source + n and destinations[at + n] == destination + n:
             n += 1
         if source != destination:
