@@ -6,7 +6,8 @@ the processor's cache; the loop reads into and writes from as many as the store.
 so and the others remain; the loop has a target only where it is alone. The store is full, so that each put evicts as
 many blocks; the references overwrite their file. `to disk` ends with fsync, `to cache` does not; `cold` reads after
 the page cache was told to forget, `warm` from it; `direct` passes it by. All times are those on the wall, for devices
-are waited for, and medians of turns; a store takes two threads where there are cores for them, the others one.
+are waited for, and medians of turns; a store takes two threads where there are cores for them, the others one. So
+nothing else may run on two cores meanwhile, or only behind it: `chrt -r 1 python benchmarks/bench_disk.py`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from kvist.tiers.disk.files import Files, read_fully, write_fully
 
-__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment"]
+__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment", "neighbours"]
 
 ALIGNMENT = 4096
 """Slots begin and end at pages: the page cache never has to read what is to be written, and direct I/O is possible."""
@@ -144,6 +145,16 @@ class Seal:
         digest = self._begun.copy()
         digest.update(said)
         return digest.digest()
+
+
+def neighbours(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each run of positions that follow each other begins and ends, among positions in ascending order.
+
+    >>> list(neighbours([3, 4, 5, 9]))
+    [(0, 3), (3, 4)]
+    """
+    breaks = [nth for nth, (last, position) in enumerate(pairwise(positions), 1) if last + 1 != position]
+    return pairwise([0, *breaks, len(positions)] if positions else [])
 
 
 class Entry:

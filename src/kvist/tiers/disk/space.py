@@ -6,11 +6,11 @@ import errno
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice, pairwise
+from itertools import islice
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.files import Files
-from kvist.tiers.disk.segments import Entry, Geometry, Seal, Segment
+from kvist.tiers.disk.segments import Entry, Geometry, Seal, Segment, neighbours
 
 __all__ = ["Slot", "Space"]
 
@@ -264,13 +264,12 @@ class Space:
         self.queues[entry.segment.block_bytes][entry.key] = entry
 
     def use(self, entries: Iterable[Entry], stamps: Iterable[int]) -> None:
-        """Make each entry in turn the one used last."""
+        """Make each entry in turn the one used last; stamps grow, from call to call as well."""
         for entry, stamp in zip(entries, stamps, strict=True):
             segment = entry.segment
             self.queues[segment.block_bytes].move_to_end(entry.key)
-            segment.stamps[entry.slot] = stamp
+            segment.stamps[entry.slot] = segment.last_use = stamp
             segment.has_unwritten_stamps = True
-            segment.last_use = max(segment.last_use, stamp)
 
     def leave(self, entry: Entry) -> None:
         """Let an entry not be found any more."""
@@ -296,8 +295,7 @@ def _position(slot: Slot) -> int:
 
 def _neighbours(slots: Sequence[Slot]) -> Iterator[tuple[Segment, int, int]]:
     """Segment, first slot and number of each run of neighbouring slots."""
-    ordered = sorted(slots, key=_position)
-    positions = list(map(_position, ordered))
-    begins = [nth for nth in range(len(ordered)) if not nth or positions[nth - 1] + 1 != positions[nth]]
-    for begin, end in pairwise([*begins, len(ordered)]):
-        yield *ordered[begin], end - begin
+    by_position = {segment.first_position + slot: (segment, slot) for segment, slot in slots}
+    positions = sorted(by_position)
+    for begin, end in neighbours(positions):
+        yield *by_position[positions[begin]], end - begin
