@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from kvist.errors import TransferError
+from kvist.errors import ConfigError, TransferError
+from kvist.tiers.certificates import check_files
 from kvist.tiers.counting import Counts
 from kvist.tiers.envelope import ENVELOPE_BYTES, Envelope
 from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
@@ -29,8 +31,10 @@ except ModuleNotFoundError as error:
 
 from kvist.tiers.valkey_servers import ClusterNodes, OneServer
 
-__all__ = ["ValkeyStore"]
+__all__ = ["TLS_SETTINGS", "ValkeyStore"]
 
+TLS_SETTINGS = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
+"""Settings of `valkeys://`, and what `redis` calls them."""
 _READ_BYTES = 1 << 20
 
 
@@ -51,7 +55,8 @@ class ValkeyStore:
     """Contents under the keys `kvist:{format}:{namespace tag}:{rest}`, in hexadecimal, as one value each.
 
     `url` is `valkey://[user:password@]host[:port][/database]`, or `valkeys://` for TLS; `redis://`, `rediss://` and
-    `unix://` mean the same.
+    `unix://` mean the same. TLS trusts what the system trusts, and what is in `?ca_file=...`, certificates in PEM; in
+    `cert_file` and `key_file` are those that a server may want to see of us.
 
     No answer is waited for longer than `timeout_s`, and nothing is asked twice. The nodes of a `cluster` are asked at
     the same time and given half of that: what one of them does not answer is a miss, and what the others have comes. A
@@ -64,8 +69,9 @@ class ValkeyStore:
     What the server holds is shared, and `stats` does not ask it: it counts what was done here.
 
     Raises:
+        ConfigError: a file for TLS cannot be read, or `url` is not encrypted.
         TimeoutError: the server did not answer in time.
-        TransferError: it is out of reach, or will not serve.
+        TransferError: it is out of reach, or will not serve, or one of us does not trust the other's certificate.
     """
 
     def __init__(
@@ -209,5 +215,14 @@ def _connected(url: str, timeout_s: float, cluster: bool) -> OneServer | Cluster
 
 
 def _as_redis(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme) + separator + rest
+    """Return a URL with the names that `redis` has for schemes and settings, once its files are known to be good."""
+    parts = urlsplit(url)
+    scheme = {"valkey": "redis", "valkeys": "rediss"}.get(parts.scheme, parts.scheme)
+    settings = parse_qsl(parts.query, keep_blank_values=True)
+    files = {name: value for name, value in settings if name in TLS_SETTINGS}
+    if files and scheme != "rediss":
+        raise ConfigError([f"{parts.scheme}:// is not encrypted and has no {', '.join(files)}: valkeys:// is"])
+    if files:
+        check_files(files)
+    query = urlencode([(TLS_SETTINGS.get(name, name), value) for name, value in settings])
+    return url.replace(f"{parts.scheme}://", f"{scheme}://", 1).partition("?")[0] + (f"?{query}" if query else "")
