@@ -46,6 +46,7 @@ LAYERS = {
     "tiers": Layer({"tiers", *VALUES}, {"numpy"}),
     "tiers.disk": Layer({"tiers", *VALUES}, {"numpy", "xxhash"}),
     "tiers.valkey": Layer({"tiers", *VALUES}, {"redis"}),
+    "tiers.valkey_servers": Layer({"tiers", *VALUES}, {"redis"}),
     "tiers.objects": Layer({"tiers", *VALUES}, {"obstore"}),
     "wire": Layer({"wire", "core", *VALUES}, {"numpy"}),
     "wire.msgpack": Layer({"wire", *VALUES}, {"msgspec"}),

@@ -62,7 +62,10 @@ def test_settings_reach_the_store():
         ("no.such.module:factory", "cannot be imported"),
         (f"{__name__}:no_such_factory", "cannot be imported"),
         (f"{__name__}:no_store", "made str, which lacks some call of the Store protocol"),
-        ("valkey://host?colour=blue", "valkey:// has the settings ttl_s, cluster, not colour"),
+        (
+            "valkey://host?colour=blue",
+            "valkey:// has the settings ttl_s, cluster, ca_file, cert_file, key_file, not colour",
+        ),
         ("valkey://host?cluster=maybe", "cluster is 'maybe', but must be true or false"),
         ("valkey://host?ttl_s=0", "ttl_s is '0', but must be a number above 0"),
         ("valkey://host?ttl_s=soon", "ttl_s is 'soon'"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from kvist.errors import ConfigError, TransferError
+from kvist.tiers.certificates import check_files
 from kvist.tiers.counting import Counts
 from kvist.tiers.envelope import ENVELOPE_BYTES, Envelope
 from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
@@ -28,14 +31,24 @@ __all__ = ["ObjectStore"]
 
 _T = TypeVar("_T")
 _LISTED_AT_ONCE = 1000
+_CLIENT_SETTINGS = frozenset((
+    "allow_http", "allow_invalid_certificates", "default_content_type", "http1_only", "http2_keep_alive_interval",
+    "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size", "http2_only",
+    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
+    "randomize_addresses", "user_agent",
+))  # fmt: skip
+"""Settings of any kind of store that are for the client of HTTP; `obstore` panics where it finds them among others."""
+_LIMITS = frozenset(("connect_timeout", "read_timeout", "timeout"))
 
 
 class ObjectStore:
     """Contents as objects `kvist/{format}/{namespace tag}/{rest}`, in hexadecimal.
 
     `url` is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`. Behind a
-    `?` stand settings of that kind of store as `obstore` calls them (`endpoint=...&region=...`); what is not said there
-    comes from the environment, credentials above all. A call asks for `num_concurrent` objects at a time and ends after
+    `?` stand settings of that kind of store as `obstore` calls them (`endpoint=...&region=...`), those of its client
+    (`proxy_url`) as well; what is not said there comes from the environment, credentials above all. TLS trusts what the
+    system trusts, and `ca_file=...`, a file of certificates in PEM. Without TLS only an address that begins with
+    `http://` is asked. A call asks for `num_concurrent` objects at a time and ends after
     `timeout_s`: what has not come by then is not there. Requests are repeated `num_retries` times within that. An
     object that is not whole and of this format and key is a miss, and removed. Nothing here bounds how much is kept:
     that is for the life cycle rules of the bucket.
@@ -43,6 +56,7 @@ class ObjectStore:
     What a bucket holds is shared, and `stats` does not ask for it: it counts what was done here.
 
     Raises:
+        ConfigError: there is no such bucket's name, setting or file.
         TimeoutError: nothing at all came in time.
         TransferError: no request was served.
     """
@@ -92,9 +106,11 @@ class ObjectStore:
 
         The time limit is that of each thousand of them.
         """
-        listed = obstore.list(self._bucket, self._folder(tag) if tag else self._prefix, chunk_size=_LISTED_AT_ONCE)
-        while (some := self._found(_next, [listed])[0]) is not None:
-            self._found(self._remove, [each["path"] for each in some])
+        prefix, before = self._folder(tag) if tag else self._prefix, None
+        while some := self._found(self._list, [prefix])[0]:
+            if not any(self._found(self._remove, some)) and some == before:
+                return  # whatever is listed there, it is nothing that can be removed
+            before = some
 
     def stats(self) -> StoreStats:
         """Return what was done here; no bucket is asked what it holds."""
@@ -124,8 +140,18 @@ class ObjectStore:
         path, sealed = entry
         return await obstore.put_async(self._bucket, path, sealed, use_multipart=False)
 
-    async def _remove(self, path: str) -> None:
+    async def _remove(self, path: str) -> bool:
         await obstore.delete_async(self._bucket, path)
+        return True
+
+    async def _list(self, prefix: str) -> list[str]:
+        """Return the first paths there are.
+
+        Nobody else may hold the listing: who lets go of one whose request was given up has to be a thread of `obstore`,
+        which panics on any other.
+        """
+        listed = await anext(obstore.list(self._bucket, prefix, chunk_size=_LISTED_AT_ONCE), None)
+        return [each["path"] for each in listed or []]
 
     def _found(self, request: Callable[[Any], Coroutine[Any, Any, Any]], arguments: Sequence[Any]) -> list[Any]:
         """Make requests at the same time; return their answers, None where there is nothing or it did not come."""
@@ -151,12 +177,9 @@ def _told(failure: Exception) -> OSError:
     if isinstance(failure, TimeoutError):
         return failure
     reason = next(iter(str(failure).splitlines()), type(failure).__name__)
+    if refused := re.search(r"InvalidCertificate\(\s*(\w+)", str(failure)):
+        reason = f"the server's certificate is not trusted ({refused[1]}): {reason}"
     return TransferError(f"no request was served: {reason}")
-
-
-async def _next(listed: Any) -> Any:
-    """Return the next objects of a listing, or None."""
-    return await anext(listed, None)
 
 
 async def _gathered(
@@ -245,10 +268,11 @@ def _opened(url: str, timeout_s: float, num_retries: int) -> Any:
     if parts.scheme == "memory":
         return obstore.store.MemoryStore()
     limit = timedelta(seconds=timeout_s)
-    is_plain = any(value.startswith("http://") for value in settings.values())
     options: dict[str, Any] = {
-        "config": settings,
-        "client_options": {"timeout": limit, "connect_timeout": limit, "allow_http": is_plain},
+        "config": {
+            name: value for name, value in settings.items() if _bare(name) not in (*_CLIENT_SETTINGS, "ca_file")
+        },
+        "client_options": {**_client_options(address, settings), "timeout": limit, "connect_timeout": limit},
         "retry_config": {"max_retries": num_retries, "retry_timeout": limit},
     }
     try:
@@ -256,3 +280,23 @@ def _opened(url: str, timeout_s: float, num_retries: int) -> Any:
     except (obstore.exceptions.BaseError, ValueError) as error:
         told = next(iter(str(error).splitlines()), "")
         raise ConfigError([f"{address} with settings for {', '.join(settings) or 'nothing'}: {told}"]) from error
+
+
+def _client_options(address: str, settings: dict[str, str]) -> dict[str, Any]:
+    """Return those settings that are for the client of HTTP; plain HTTP is for who gives such an address."""
+    if limits := [name for name in settings if _bare(name) in _LIMITS]:
+        raise ConfigError([f"{address} with {', '.join(limits)}: all time limits of a store are its timeout_s"])
+    options: dict[str, Any] = {
+        _bare(name): value for name, value in settings.items() if _bare(name) in _CLIENT_SETTINGS
+    }
+    if any(value.startswith("http://") for name, value in settings.items() if _bare(name) not in _CLIENT_SETTINGS):
+        options.setdefault("allow_http", True)
+    if "ca_file" in settings:
+        check_files({"ca_file": settings["ca_file"]})
+        options["root_certificate"] = Path(settings["ca_file"]).read_bytes()
+    return options
+
+
+def _bare(name: str) -> str:
+    """Return a setting's name without the kind of store, which `obstore` lets stand before it."""
+    return re.sub("^(aws|azure|google)_", "", name.lower())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvist.errors import ConfigError, KvistError
 from kvist.tiers.protocol import Store, StoreFormat
@@ -17,8 +17,10 @@ def open_store(place: str, format: StoreFormat, *, timeout_s: float = 1.0) -> St
 
     | place | store | settings behind a `?` |
     |---|---|---|
-    | `valkey://host:port/number`, `redis://`, with TLS `valkeys://`, `rediss://` | `ValkeyStore` | `ttl_s`, `cluster` |
-    | `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder` | `ObjectStore` | as `obstore` has |
+    | `valkey://host:port/number`, `redis://` | `ValkeyStore` | `ttl_s`, `cluster` |
+    | with TLS `valkeys://`, `rediss://` | `ValkeyStore` | these, and `ca_file`, `cert_file`, `key_file` |
+    | `s3://bucket/prefix`, `gs://`, `az://container/prefix` | `ObjectStore` | `ca_file`, and as `obstore` has |
+    | `file:///folder` | `ObjectStore` | |
     | `memory://` | `SimulatedStore`, gone with the process | `capacity_bytes` |
     | `package.module:factory` | what `factory(format, timeout_s=...)` returns | |
 
@@ -57,13 +59,15 @@ def _made(path: str, format: StoreFormat, timeout_s: float) -> Store:
 
 
 def _valkey(url: str, format: StoreFormat, timeout_s: float) -> Store:
-    from kvist.tiers.valkey import ValkeyStore
+    from kvist.tiers.valkey import TLS_SETTINGS, ValkeyStore
 
-    address, settings = _split(url, "ttl_s", "cluster")
+    address, settings = _split(url, "ttl_s", "cluster", *TLS_SETTINGS)
+    files = urlencode([(name, settings[name]) for name in TLS_SETTINGS if name in settings])
     ttl_s = _number(settings, "ttl_s")
     is_cluster = settings.get("cluster", "false")
     if is_cluster not in ("true", "false"):
         raise ConfigError([f"cluster is {is_cluster!r}, but must be true or false"])
+    address += f"?{files}" if files else ""
     return ValkeyStore(address, format, timeout_s=timeout_s, ttl_s=ttl_s, cluster=is_cluster == "true")
 
 

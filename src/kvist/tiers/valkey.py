@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from threading import Lock
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from kvist.errors import TransferError
+from kvist.errors import ConfigError, TransferError
+from kvist.tiers.certificates import check_files
 from kvist.tiers.counting import Counts
 from kvist.tiers.envelope import ENVELOPE_BYTES, Envelope
 from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
@@ -21,7 +22,6 @@ from kvist.tiers.protocol import NAMESPACE_TAG_BYTES, StoreFormat, StoreStats
 try:
     import redis
     from redis.backoff import NoBackoff
-    from redis.cluster import RedisCluster
     from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError, ResponseError
     from redis.retry import Retry
 except ModuleNotFoundError as error:
@@ -29,10 +29,13 @@ except ModuleNotFoundError as error:
         f"ValkeyStore needs {error.name}: pip install 'kvist[valkey]'", name=error.name
     ) from error
 
-__all__ = ["ValkeyStore"]
+from kvist.tiers.valkey_servers import ClusterNodes, OneServer
 
+__all__ = ["TLS_SETTINGS", "ValkeyStore"]
+
+TLS_SETTINGS = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
+"""Settings of `valkeys://`, and what `redis` calls them."""
 _READ_BYTES = 1 << 20
-_DROPPED_AT_ONCE = 1000
 
 
 def _never(_: Exception) -> bool:
@@ -52,16 +55,23 @@ class ValkeyStore:
     """Contents under the keys `kvist:{format}:{namespace tag}:{rest}`, in hexadecimal, as one value each.
 
     `url` is `valkey://[user:password@]host[:port][/database]`, or `valkeys://` for TLS; `redis://`, `rediss://` and
-    `unix://` mean the same. No answer is waited for longer than `timeout_s`, and nothing is asked twice. An entry is
-    kept for `ttl_s` seconds, or as long as the server likes. A value that is not whole and of this format and key is a
-    miss, and removed; of one that is too long no more is read than tells so. What a full server refuses is counted as
-    refused. Many threads may call at once.
+    `unix://` mean the same. TLS trusts what the system trusts, and what is in `?ca_file=...`, certificates in PEM; in
+    `cert_file` and `key_file` are those that a server may want to see of us.
+
+    No answer is waited for longer than `timeout_s`, and nothing is asked twice. The nodes of a `cluster` are asked at
+    the same time and given half of that: what one of them does not answer is a miss, and what the others have comes. A
+    node that has failed is not asked for some seconds.
+
+    An entry is kept for `ttl_s` seconds, or as long as the server likes. A value that is not whole and of this format
+    and key is a miss, and removed; of one that is too long no more is read than tells so. What a full server refuses is
+    counted as refused. Many threads may call at once.
 
     What the server holds is shared, and `stats` does not ask it: it counts what was done here.
 
     Raises:
+        ConfigError: a file for TLS cannot be read, or `url` is not encrypted.
         TimeoutError: the server did not answer in time.
-        TransferError: it is out of reach, or will not serve.
+        TransferError: it is out of reach, or will not serve, or one of us does not trust the other's certificate.
     """
 
     def __init__(
@@ -74,7 +84,7 @@ class ValkeyStore:
         cluster: bool = False,
     ) -> None:
         self._connect = partial(_connected, _as_redis(url), timeout_s, cluster)
-        self._connection: Any = None
+        self._connected: OneServer | ClusterNodes | None = None
         self._connecting = Lock()
         self._envelope = Envelope(format)
         self._prefix = f"kvist:{format.fingerprint.hex()[:16]}:"
@@ -89,7 +99,7 @@ class ValkeyStore:
         """Write entries in their order, each whole or not at all, and return how many the server took."""
         sealed = [(self._name(key), self._envelope.seal(key, contents)) for key, contents in entries]
         answers = self._answers("SET", [(*entry, *self._expiry) for entry in sealed], _is_full)
-        num_refused = sum(isinstance(answer, ResponseError) for answer in answers)
+        num_refused = sum(answer is None or isinstance(answer, ResponseError) for answer in answers)
         self._counts.add(num_put=len(answers) - num_refused, num_refused=num_refused)
         return len(answers) - num_refused
 
@@ -124,12 +134,13 @@ class ValkeyStore:
         return [again.get(name, value) for name, value in zip(names, values, strict=True)]
 
     def drop(self, tag: bytes) -> None:
-        """Remove all entries of a namespace, or, for an empty tag, of this format; others stay."""
+        """Remove all entries of a namespace, or, for an empty tag, of this format; others stay.
+
+        In a cluster all nodes that answer forget them, even if it raises for one that does not.
+        """
         pattern = f"{self._prefix}{tag.hex()}:*" if tag else f"{self._prefix}*"
         with self._failures():
-            names = self._client().scan_iter(match=pattern, count=_DROPPED_AT_ONCE)
-            while some := list(islice(names, _DROPPED_AT_ONCE)):
-                self._remove(some)
+            self._servers().forget(pattern)
 
     def stats(self) -> StoreStats:
         """Return what was done here; no server is asked what it holds."""
@@ -138,9 +149,9 @@ class ValkeyStore:
     def close(self) -> None:
         """Close all sockets; a later call opens new ones."""
         with self._connecting:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            servers, self._connected = self._connected, None
+        if servers is not None:
+            servers.close()
 
     def _name(self, key: bytes) -> str:
         self._envelope.check_key(key)
@@ -154,49 +165,64 @@ class ValkeyStore:
     ) -> list[Any]:
         """Send a command once for each tuple of arguments, in one round trip, and return the answers.
 
-        Errors for which `is_answer` holds are answers, others are raised.
+        Errors for which `is_answer` holds are answers. Others are counted, once for each node, and None; if there is
+        nothing else, the first is raised.
         """
         if not arguments:
             return []
-        with self._failures(), self._client().pipeline(transaction=False) as pipe:
-            for each in arguments:
-                pipe.execute_command(command, *each)
-            answers = pipe.execute(raise_on_error=False)
-            for answer in answers:
-                if isinstance(answer, Exception) and not is_answer(answer):
-                    raise answer
-            return list(answers)
+        with self._failures():
+            answers = self._servers().ask([(command, *each) for each in arguments])
+            failures = {id(each): each for each in answers if isinstance(each, Exception) and not is_answer(each)}
+            if all(id(each) in failures for each in answers):
+                raise answers[0]
+        for failure in failures.values():
+            self._count(failure)
+        return [None if id(each) in failures else each for each in answers]
 
-    def _client(self) -> Any:
+    def _servers(self) -> OneServer | ClusterNodes:
         with self._connecting:
-            if self._connection is None:
-                self._connection = self._connect()
-            return self._connection
+            if self._connected is None:
+                self._connected = self._connect()
+            return self._connected
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
         try:
             yield
         except redis.exceptions.TimeoutError as error:
-            self._counts.add(num_timeouts=1)
+            self._count(error)
             raise TimeoutError(f"no answer from the server in time: {error}") from error
         except (RedisError, RedisClusterException) as error:
-            self._counts.add(num_errors=1)
+            self._count(error)
             raise TransferError(f"the server did not do it: {error}") from error
 
+    def _count(self, error: Exception) -> None:
+        is_late = isinstance(error, redis.exceptions.TimeoutError)
+        self._counts.add(num_timeouts=int(is_late), num_errors=int(not is_late))
 
-def _connected(url: str, timeout_s: float, cluster: bool) -> Any:
-    """Return a client that waits for no answer longer than the limit, and asks nothing twice."""
+
+def _connected(url: str, timeout_s: float, cluster: bool) -> OneServer | ClusterNodes:
+    """Return what waits for no answer longer than the limit, a node of a cluster half of it, and asks nothing twice."""
+    limit = timeout_s / 2 if cluster else timeout_s
     settings: dict[str, Any] = {
-        "socket_connect_timeout": timeout_s,
-        "socket_timeout": timeout_s,
+        "socket_connect_timeout": limit,
+        "socket_timeout": limit,
         "socket_read_size": _READ_BYTES,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
     }
-    return RedisCluster.from_url(url, **settings) if cluster else redis.Redis.from_url(url, **settings)
+    return ClusterNodes(url, **settings) if cluster else OneServer(url, **settings)
 
 
 def _as_redis(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme) + separator + rest
+    """Return a URL with the names that `redis` has for schemes and settings, once its files are known to be good."""
+    parts = urlsplit(url)
+    scheme = {"valkey": "redis", "valkeys": "rediss"}.get(parts.scheme, parts.scheme)
+    settings = parse_qsl(parts.query, keep_blank_values=True)
+    files = {name: value for name, value in settings if name in TLS_SETTINGS}
+    if files and scheme != "rediss":
+        raise ConfigError([f"{parts.scheme}:// is not encrypted and has no {', '.join(files)}: valkeys:// is"])
+    if files:
+        check_files(files)
+    query = urlencode([(TLS_SETTINGS.get(name, name), value) for name, value in settings])
+    return url.replace(f"{parts.scheme}://", f"{scheme}://", 1).partition("?")[0] + (f"?{query}" if query else "")
