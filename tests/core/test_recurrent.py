@@ -318,6 +318,18 @@ def test_beams_get_the_state_after_the_prompt_and_it_must_be_committed_exactly()
     manager.check()
 
 
+@pytest.mark.parametrize("num_beams", [2, 3])
+def test_the_heir_of_a_leader_has_the_states_that_were_kept_for_it(num_beams):
+    manager = hybrid(num_blocks=[16, 16])
+    leader = manager.add_sequence(range(6), num_beams=num_beams)
+    manager.commit([leader], [2])
+    manager.commit([leader], [4])
+    manager.free(leader)
+    assert kept(manager) == [2, 4]
+    assert hit(manager, range(6)) == 4
+    manager.check()
+
+
 def test_reordered_beams_exchange_states_and_copy_what_two_go_on_from():
     manager = hybrid()
     beams = manager.add_sequence([1, 2, 3], num_beams=3).beams

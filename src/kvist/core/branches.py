@@ -263,6 +263,8 @@ def leave_beams(state: CacheState, sequence: Sequence) -> None:
     ours, theirs = state.rows.snapshot(sequence), state.rows.snapshot(heir)
     state.rows.restore(heir, ours)
     state.rows.restore(sequence, theirs)
+    heir._checkpoints, sequence._checkpoints = sequence._checkpoints, []
+    heir.num_shared_tokens = sequence.num_shared_tokens
     state.rows.set_state(heir, RUNNING)
     state.rows.set_state(sequence, WAITING)
     sequence.leader = heir

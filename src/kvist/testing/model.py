@@ -68,11 +68,14 @@ class Shadow:
         self.prompt = self.prompt.appended(tuple(tokens))
 
     def note_computed(self, num_tokens: int, *, is_roomy: bool) -> None:
-        """Note that a commit went up to so many tokens, and whether there was room to keep the state after them."""
+        """Note that a commit went up to so many tokens, and whether there was room to keep the state after them.
+
+        Where there was none, an older state of the sequence may have been given up for it.
+        """
+        if num_tokens > self.num_computed:
+            self.roomy = self.roomy | {num_tokens} if is_roomy else set()
         self.num_computed = num_tokens
         self.landed.add(num_tokens)
-        if is_roomy:
-            self.roomy.add(num_tokens)
 
     def rewind(self, left: int, num_computed: int) -> None:
         """Keep the first tokens only, of which so many are computed."""
