@@ -7,7 +7,7 @@ from tests.core.layers import FULL, sliding, state
 
 from kvist import CacheConfig, HostTier, KVCacheManager, TransferError
 from kvist.core.moves import Move
-from kvist.testing import TokenMemory
+from kvist.testing import FaultyMemory, TokenMemory
 from kvist.testing.token_memory import NOTHING
 
 
@@ -17,6 +17,14 @@ class NotCopied(TransferError):
     def __init__(self, moves):
         super().__init__(f"{len(moves)} copies failed")
         self.moves = moves
+
+
+def within(move):
+    return move.source_tier == move.destination_tier
+
+
+def between(move):
+    return not within(move)
 
 
 class LosingMemory(TokenMemory):
@@ -32,8 +40,9 @@ class LosingMemory(TokenMemory):
             written = (move.destination_tier, move.group, move.destination)
             if (move.source_tier, move.group, move.source) in self.lost or self.loses(move):
                 failed.append(move)
-                self.lost.add(written)
-                self.group_slots(move.group, move.destination_tier)[move.destination] = NOTHING
+                self.lost |= set() if within(move) and move.source == move.destination else {written}
+                begin, slots = move.destination_offset, self.group_slots(move.group, move.destination_tier)
+                slots[move.destination, begin : begin + move.num_tokens] = NOTHING
             else:
                 super().perform([move], late=True)
                 self.lost.discard(written)
@@ -44,11 +53,11 @@ class LosingMemory(TokenMemory):
         self.lost -= {(move.destination_tier, move.group, move.destination) for move in moves}
 
 
-def losing(layers=(FULL,), num_blocks=4, num_host_blocks=8, write="back", **settings):
+def losing(layers=(FULL,), num_blocks=4, num_host_blocks=8, write="back", kind=LosingMemory, **settings):
     settings = {"max_sequences": 8, "max_sequence_length": 64} | settings
     tiers = [HostTier(num_blocks=num_host_blocks, write=write)]
     config = CacheConfig(list(layers), 2, num_blocks, tiers=tiers, **settings)
-    memory = LosingMemory(config)
+    memory = kind(config)
     return memory.attach(KVCacheManager(config, memory)), memory
 
 
@@ -132,13 +141,37 @@ def test_the_end_of_a_sequence_says_who_was_suspended_by_the_copies_that_it_had_
     manager.check()
 
 
+def test_a_leader_whose_blocks_are_lost_is_suspended_with_its_tokens_and_waits_for_nobody_when_it_is_resumed():
+    manager, memory = losing(num_blocks=12)
+    leave(manager, memory, range(6))
+    manager.evict(3)
+    leader, beam = manager.add_sequence([*range(6), 9], num_beams=2).beams
+    manager.append([leader], [[10, 11]])
+    block = leader.group_blocks(0).item(1)
+    memory.untold, memory.lost = [Move(1, block, 2, 0, "host", "device")], {("device", 0, block)}
+    leave(manager, memory, [20, 21])
+    with pytest.raises(TransferError) as raised:
+        manager.evict(2)
+    assert set(raised.value.sequences) == {leader, beam}
+    manager.check()
+    manager.free(beam)
+    manager.resume(leader)
+    assert leader.tokens.tolist() == [*range(6), 9, 10, 11]
+    assert leader.leader is None
+    memory.write(leader)
+    manager.commit([leader])
+    manager.free(leader)
+    manager.check()
+    assert manager.num_free_blocks == 12
+
+
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layers", [[FULL], [FULL, sliding(4)], [FULL, state(2)]], ids=["full", "window", "state"])
 def test_no_content_is_ever_wrong_and_the_books_are_right_whatever_copies_fail(layers, seed, write):
     chance = random.Random(seed)
     manager, memory = losing(layers, num_blocks=9, num_host_blocks=10, write=write, partial_reuse=seed % 2 == 0)
-    memory.loses = lambda move: move.source_tier != move.destination_tier and chance.random() < 0.2
+    memory.loses = lambda move: between(move) and chance.random() < 0.2
     num_hit = num_failed = 0
     for _ in range(150):
         tokens = [chance.randrange(2) for _ in range(chance.randrange(2, 11))]
