@@ -165,6 +165,21 @@ def test_a_leader_whose_blocks_are_lost_is_suspended_with_its_tokens_and_waits_f
     assert manager.num_free_blocks == 12
 
 
+def test_new_sequences_of_a_forecast_have_ended_if_a_later_step_of_it_fails():
+    manager, memory = losing(num_blocks=4)
+    leave(manager, memory, range(6))
+    forecast = manager.forecast()
+    forecast.add([50, 51], num_beams=1)
+    forecast.add(range(60, 64))
+    memory.loses = between
+    with pytest.raises(TransferError) as raised:
+        manager.perform(forecast)
+    memory.loses = lambda move: False
+    assert raised.value.sequences == ()
+    manager.check()
+    assert (manager.stats().num_sequences, manager.num_free_blocks) == (0, 4)
+
+
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layers", [[FULL], [FULL, sliding(4)], [FULL, state(2)]], ids=["full", "window", "state"])

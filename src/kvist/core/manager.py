@@ -54,7 +54,7 @@ from kvist.core.sequences import Sequence, Sequences, Wishes
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
-from kvist.errors import ArgumentError, ArgumentTypeError, NeverFits, SequenceError, TransferError
+from kvist.errors import ArgumentError, ArgumentTypeError, KvistError, NeverFits, SequenceError, TransferError
 
 __all__ = ["CacheCore"]
 
@@ -328,11 +328,15 @@ class CacheCore:
                 del state.suspended[sequence]
                 return
             state.rows.check_live(sequence, "free")
-        if sequence._beams is not None:
-            branches.leave_beams(state, sequence)
-        state.end(sequence, publish=publish)
+        self._close(sequence, publish=publish)
         if state.copies is not None:
             self._write_through()
+
+    def _close(self, sequence: Sequence, *, publish: bool) -> None:
+        """End a running sequence, and have nothing copied yet."""
+        if sequence._beams is not None:
+            branches.leave_beams(self._state, sequence)
+        self._state.end(sequence, publish=publish)
 
     def _write_through(self) -> None:
         """Make the copies to host memory that the end of a sequence has ordered; the next call tries again.
@@ -610,6 +614,7 @@ class CacheCore:
 
         What has changed since the forecast was made is taken into account: it is tried out again first. Raises what the
         first call that does not fit would, and SequenceError for prompts or tokens of which only the number is known.
+        Where a copy fails, new sequences have ended again; what was appended or released before that stays so.
         """
         if not isinstance(forecast, Forecast):
             raise ArgumentTypeError(f"perform: expected a Forecast, got {type(forecast).__name__}")
@@ -623,7 +628,26 @@ class CacheCore:
                 again.append(step.options["sequence"], step.tokens)
             else:
                 again.release(step.options["sequence"])
-        return [sequence for step in forecast.steps for sequence in self._perform_step(step)]
+        added = list[Sequence]()
+        try:
+            for step in forecast.steps:
+                added += self._perform_step(step)
+        except KvistError as error:
+            self._end_all(added, error)
+            raise
+        return added
+
+    def _end_all(self, added: list[Sequence], error: KvistError) -> None:
+        """End new sequences that the caller will not get, since a later step has raised."""
+        beams = [beam for sequence in added for beam in sequence.beams]
+        if isinstance(error, TransferError):
+            error.sequences = tuple(each for each in error.sequences if each not in beams)
+        for beam in beams:
+            if beam.is_live:
+                self._close(beam, publish=False)
+            elif resuming.is_suspended(self._state, beam):
+                del self._state.suspended[beam]
+                beam._suspended = None
 
     def _perform_step(self, step: Step) -> list[Sequence]:
         if step.call == "add":
