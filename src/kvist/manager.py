@@ -214,10 +214,12 @@ class KVCacheManager(CacheCore):
         Running sequences and pins keep what they hold until they end; from now on nobody can hit it, and such
         sequences publish no more.
         """
-        num_freed = super().drop(namespace=namespace)
-        if self._link is not None and self._state.keeper is not None:
-            self._perform_moves()  # what is still to be kept is to be forgotten, too
-            self._link.stack.drop(self._state.keeper.chain.tag(namespace))
+        state, num_freed = self._state, super().drop(namespace=namespace)
+        if self._link is not None and state.keeper is not None:
+            tag = state.keeper.chain.tag(namespace)  # what is still to be kept of it is not kept at all
+            state.moves = [order for order in state.moves if not (isinstance(order, KeptBlocks) and order.is_of(tag))]
+            self._link.stack.drop(tag)
+            self._perform_moves()
         return num_freed
 
     @property

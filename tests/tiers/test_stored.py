@@ -875,6 +875,41 @@ def test_a_copy_that_fails_while_a_store_is_to_be_read_leaves_nothing_held():
         machine.leave([*range(10), 9])
 
 
+def test_a_namespace_is_dropped_from_stores_even_if_the_memory_fails():
+    config = configured(HostTier(num_blocks=8), shared(), num_blocks=6)
+    with Machine(config, memory=BadMemory(config)) as machine:
+        machine.leave(range(8), namespace=("a",))
+        machine.memory.cannot = ("perform",)
+        for call in (lambda: machine.manager.evict(1), lambda: machine.manager.drop(namespace=("a",))):
+            with pytest.raises(TransferError):
+                call()
+        machine.memory.cannot = ()
+        machine.manager.evict(0)
+        assert machine.manager.flush(PATIENT)
+        assert the_store().stats().num_entries == 0
+        assert machine.leave(range(9), namespace=("a",)) == 0
+
+
+def test_what_was_to_be_stored_before_copies_that_the_caller_makes_is_not_stored_after_them():
+    config = configured(shared(write="back"), num_blocks=6, pin_budget=1.0)
+    with Machine(config, memory=BadMemory(config)) as machine:
+        machine.leave([20, 21])
+        machine.memory.cannot = ("perform",)
+        for tokens in (range(4), range(10, 14)):
+            sequence = machine.compute(tokens)
+            machine.manager.pin(machine.manager.match_prefix([*tokens, 9]))
+        for one in machine.manager._state.rows.running():
+            with pytest.raises(TransferError):
+                machine.manager.rewind(one, 1)
+        machine.memory.cannot = ()
+        machine.memory.perform(machine.manager.take_moves(), late=True)
+        machine.manager.append([sequence], [[7]])
+        machine.memory.verify(sequence)
+        assert machine.manager.flush(PATIENT)
+        with again(machine) as second:
+            assert second.leave([20, 21, 9], publish=False) == 0
+
+
 def test_closing_closes_the_stores_even_if_the_memory_fails():
     config = configured(HostTier(num_blocks=4), shared(write="back"), num_blocks=4)
     machine = Machine(config, memory=BadMemory(config))

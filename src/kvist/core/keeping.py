@@ -33,6 +33,10 @@ class KeptBlocks:
     priority: int
     hits: int
 
+    def is_of(self, tag: bytes) -> bool:
+        """Say whether these are blocks of the namespace with a tag."""
+        return self.keys[0].startswith(tag)
+
 
 Order = Move | BlockMoves | KeptBlocks
 """What is to be done about bytes, in the order in which it was decided."""

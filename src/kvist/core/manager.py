@@ -43,7 +43,6 @@ from kvist.core.explanation import Explanation
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
-from kvist.core.keeping import KeptBlocks
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Awaited, Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
@@ -838,12 +837,14 @@ class CacheCore:
         """
 
     def take_moves(self) -> list[Move]:
-        """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""
-        orders = self._state.moves
-        if not orders:
-            return []
-        self._state.moves = [order for order in orders if isinstance(order, KeptBlocks)]
-        return one_by_one(orders)
+        """Return the copies still to be made, in order, once: before the next forward pass reads or writes.
+
+        What stores were to keep in between they are not given: by the next call it may be overwritten.
+        """
+        moves = one_by_one(self._state.moves) if self._state.moves else []
+        if moves:
+            self._state.moves = []
+        return moves
 
 
 def _read_only(array: NDArray[np.int64]) -> NDArray[np.int64]:
