@@ -141,6 +141,76 @@ def test_the_end_of_a_sequence_says_who_was_suspended_by_the_copies_that_it_had_
     manager.check()
 
 
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_state_that_could_not_be_copied_is_not_found_though_its_block_was_published_in_the_same_call(num_beams):
+    """The next chunk is computed before the next call: by then the copy would be of another state."""
+    manager, memory = losing([FULL, state(2)], num_blocks=16, num_host_blocks=16, write="through", kind=FaultyMemory)
+    sequence = manager.add_sequence(range(4), num_beams=num_beams)
+    for end in (2, 4):
+        memory.write(sequence, stop=end)
+        memory.fail_next(times=end // 2)
+        with pytest.raises(TransferError):
+            manager.commit([sequence], end)
+        memory.work_again()
+        manager.check()
+    manager.evict(0)
+    manager.append([sequence], [[9]])
+    memory.write(sequence)
+    manager.commit([sequence])
+    assert leave(manager, memory, [0, 1, 7]) == 0
+
+
+def test_an_accepted_token_that_could_not_move_moves_before_another_takes_its_place():
+    manager, memory = losing(num_blocks=8)
+    sequence = manager.add_sequence([1, 2])
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.reserve([sequence], 7)
+    memory.write_tree(sequence, [1, 3, 6], tokens=[1, 2, 5, 6, 7])
+    memory.loses = lambda move: move.destination_offset == 1
+    with pytest.raises(TransferError):
+        manager.accept(sequence, [5, 6, 7], [1, 3, 6])
+    memory.loses = lambda move: False
+    manager.evict(0)
+    memory.verify(sequence)
+
+
+def test_a_copy_made_again_leaves_what_was_copied_behind_it_in_its_block():
+    manager, memory = losing(num_blocks=8)
+    sequence = manager.add_sequence([1, 2])
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.reserve([sequence], 7)
+    memory.write_tree(sequence, [2, 5], tokens=[1, 2, 5, 6])
+    memory.loses = lambda move: move.destination_offset == 0
+    with pytest.raises(TransferError):
+        manager.accept(sequence, [5, 6], [2, 5])
+    memory.loses = lambda move: False
+    manager.evict(0)
+    memory.verify(sequence)
+
+
+def test_what_was_copied_from_what_is_found_to_be_lost_is_lost_though_it_has_been_published():
+    manager, memory = losing(num_blocks=8)
+    leave(manager, memory, range(4))
+    manager.evict(2)
+    manager.prefetch([*range(4), 9])
+    sequence = manager.add_sequence([0, 1, 2, 9, 9])
+    source = next(extent for extent in manager._state.tree.extents() if not extent.children).blocks.item(0, -1)
+    copy = sequence.group_blocks(0).item(1)
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.stats()
+    memory.untold = [Move(1, source, 2, 0, "host", "device"), Move(source, copy, 1)]
+    memory.lost = {("device", 0, source), ("device", 0, copy)}
+    memory.slots[[source, copy]] = NOTHING
+    with pytest.raises(TransferError) as raised:
+        manager.evict(1)
+    assert raised.value.sequences == (sequence,)
+    manager.check()
+    assert leave(manager, memory, [0, 1, 2, 9, 9]) == 2
+
+
 def test_a_leader_whose_blocks_are_lost_is_suspended_with_its_tokens_and_waits_for_nobody_when_it_is_resumed():
     manager, memory = losing(num_blocks=12)
     leave(manager, memory, range(6))
@@ -178,6 +248,35 @@ def test_new_sequences_of_a_forecast_have_ended_if_a_later_step_of_it_fails():
     assert raised.value.sequences == ()
     manager.check()
     assert (manager.stats().num_sequences, manager.num_free_blocks) == (0, 4)
+
+
+def test_copies_that_others_wait_for_do_not_hide_what_a_new_sequence_has_lost():
+    """Copies of others wait when it ends, and fail late for a third: what was lost first is lost as well."""
+    manager, memory = losing(num_blocks=16, num_host_blocks=16, write="through")
+    for tokens in (range(6), range(20, 26)):
+        leave(manager, memory, tokens)
+    manager.evict(6)
+    third, second = manager.add_sequence([*range(20, 26), 9]), manager.add_sequence(range(40, 44))
+    memory.write(second)
+    manager.commit([second])
+    memory.loses = within
+    with pytest.raises(TransferError):
+        manager.rewind(second, 1)
+    block = third.group_blocks(0).item(1)
+
+    def loses(move):
+        if between(move):
+            memory.untold = [Move(9, block, 2, 0, "host", "device")]
+        return True
+
+    memory.loses = loses
+    with pytest.raises(TransferError):
+        manager.add_sequence([*range(6), 9])
+    memory.loses = lambda move: False
+    while manager._state.moves:
+        manager.evict(0)
+    manager.check()
+    assert leave(manager, memory, [*range(6), 9]) == 6
 
 
 @pytest.mark.parametrize("write", ["back", "through"])

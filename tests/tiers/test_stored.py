@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.core.layers import FULL
+from tests.core.test_failures import LosingMemory
 
 from kvist import (
     AttentionSpec,
@@ -888,6 +889,26 @@ def test_a_namespace_is_dropped_from_stores_even_if_the_memory_fails():
         assert machine.manager.flush(PATIENT)
         assert the_store().stats().num_entries == 0
         assert machine.leave(range(9), namespace=("a",)) == 0
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_state_that_the_memory_could_not_copy_is_not_stored(write):
+    layers = [FULL, StateSpec([(1,)], checkpoint_tokens=2)]
+    config = configured(shared(write=write), num_blocks=[12, 12], layers=layers)
+    with Machine(config, memory=LosingMemory(config)) as machine:
+        sequence = machine.manager.add_sequence(range(5))
+        machine.memory.write(sequence, stop=4)
+        machine.memory.loses = lambda move: move.group == 1
+        with pytest.raises(TransferError):
+            machine.manager.commit([sequence], 4)
+        machine.memory.loses = lambda move: False
+        machine.memory.write(sequence)
+        machine.manager.commit([sequence])
+        machine.manager.free(sequence)
+        machine.manager.evict(24)
+        assert machine.manager.flush(PATIENT)
+        with again(machine) as second:
+            assert second.leave([*range(4), 9], publish=False) == 0
 
 
 def test_what_was_to_be_stored_before_copies_that_the_caller_makes_is_not_stored_after_them():

@@ -117,8 +117,8 @@ class Installed(NamedTuple):
     """Room on the device for what stores had: `extent` is held, and new if `is_new`.
 
     `blocks` `[num_groups, n]` are the new ones by column from `Missing.first` on, -1 where there is none. Those that
-    fill holes are named in `filled`: the extent that they are in, or are above if it is split, the group, the columns of
-    the prefix.
+    fill holes are named in `filled`: the extent that they are in, or above which they are once it is split, the group,
+    the columns of the prefix.
     """
 
     extent: Extent

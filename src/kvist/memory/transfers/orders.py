@@ -49,7 +49,8 @@ class Order:
         """Blocks that hold nothing if this fails: not those inside which tokens change places, as they still may."""
         if self.offsets is None:
             return self.destinations
-        return self.destinations[self.sources != self.destinations]
+        emptied: Ids = self.destinations[self.sources != self.destinations]
+        return emptied
 
     @property
     def overlaps(self) -> bool:
