@@ -183,7 +183,7 @@ class KVCacheManager(CacheCore):
         state = self._state
         for sequence in sequences:
             state.moves = failures.without_fills(state.moves, state.own_blocks(sequence))
-            self._close(sequence, publish=False)
+            self._close(sequence)
 
     # -- stores -------------------------------------------------------------------------------------------------------
 

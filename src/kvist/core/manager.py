@@ -327,15 +327,17 @@ class CacheCore:
                 del state.suspended[sequence]
                 return
             state.rows.check_live(sequence, "free")
-        self._close(sequence, publish=publish)
+        if sequence._beams is not None:
+            branches.leave_beams(state, sequence)
+        state.end(sequence, publish=publish)
         if state.copies is not None:
             self._write_through()
 
-    def _close(self, sequence: Sequence, *, publish: bool) -> None:
-        """End a running sequence, and have nothing copied yet."""
+    def _close(self, sequence: Sequence) -> None:
+        """End a running sequence, publish nothing of it, and have nothing copied yet."""
         if sequence._beams is not None:
             branches.leave_beams(self._state, sequence)
-        self._state.end(sequence, publish=publish)
+        self._state.end(sequence, publish=False)
 
     def _write_through(self) -> None:
         """Make the copies to host memory that the end of a sequence has ordered; the next call tries again.
@@ -643,7 +645,7 @@ class CacheCore:
             error.sequences = tuple(each for each in error.sequences if each not in beams)
         for beam in beams:
             if beam.is_live:
-                self._close(beam, publish=False)
+                self._close(beam)
             elif resuming.is_suspended(self._state, beam):
                 del self._state.suspended[beam]
                 beam._suspended = None
