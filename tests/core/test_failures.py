@@ -211,6 +211,26 @@ def test_what_was_copied_from_what_is_found_to_be_lost_is_lost_though_it_has_bee
     assert leave(manager, memory, [0, 1, 2, 9, 9]) == 2
 
 
+def test_a_fork_whose_copy_of_a_ring_is_found_to_be_lost_is_suspended():
+    """The ring has wrapped: what is the fork's own there comes before what is published."""
+    manager, memory = losing([FULL, sliding(5)], num_blocks=16, ring=True, max_beams=2)
+    sequence = manager.add_sequence(range(12))
+    memory.write(sequence)
+    manager.commit([sequence])
+    ordered = []
+    memory.loses = lambda move: ordered.append(move) or False
+    [child] = manager.fork(sequence)
+    memory.loses = lambda move: False
+    leave(manager, memory, [20, 21])
+    move = next(move for move in ordered if move.group == 1)
+    memory.untold, memory.lost = [move], {("device", 1, move.destination)}
+    with pytest.raises(TransferError) as raised:
+        manager.evict(1)
+    assert raised.value.sequences == (child,)
+    manager.check()
+    memory.verify(sequence)
+
+
 def test_a_leader_whose_blocks_are_lost_is_suspended_with_its_tokens_and_waits_for_nobody_when_it_is_resumed():
     manager, memory = losing(num_blocks=12)
     leave(manager, memory, range(6))
