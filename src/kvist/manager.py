@@ -17,7 +17,7 @@ from kvist.core.arguments import as_count, as_counts
 from kvist.core.contents import Snapshot, contents_of, snapshot_of
 from kvist.core.events import Event
 from kvist.core.extents import Extent, Match, Namespace
-from kvist.core.keeping import KeptBlocks, Order, repeatable_runs
+from kvist.core.keeping import KeptBlocks, Order, part_lost, repeatable_runs, written_by
 from kvist.core.manager import CacheCore
 from kvist.core.matching import Awaited
 from kvist.core.moves import Move, one_by_one
@@ -46,9 +46,11 @@ class Memory(Protocol):
         again; after any other call the moves are kept, and made with those of the next call that needs some. Moves that
         write what others have read come in a call of their own, so that all of a call may be made again.
 
-        A TransferError with `moves` says that these were not made, of this call or an earlier one, and all others were.
-        Those between tiers are not tried again: what they were to bring is forgotten, and running sequences that have
-        it are suspended. Then `forget(moves)`, if there is such a method, is told that their destinations are free.
+        A TransferError with `moves` says that these were not made, of this call or an earlier one, nor those that would
+        have read what they were to write, and that all others were; what else is in their blocks is as it was. Those
+        within a tier are made again if they are of this call. Others are not: what they were to bring is forgotten, and
+        running sequences that have it are suspended. Then `forget(moves)`, if there is such a method, is told that
+        their destinations are free.
         """
 
 
@@ -101,17 +103,19 @@ class KVCacheManager(CacheCore):
         state = self._state
         if not state.moves or self.memory is None:
             return
-        to_make = [state.moves] if len(state.moves) == 1 else repeatable_runs(state.moves)
+        runs = [state.moves] if len(state.moves) == 1 else repeatable_runs(state.moves)
         num_made, unmade, cause = 0, list[Move](), None
         try:
-            for run in to_make:
-                unmade += self._carry_out(run)
+            while num_made < len(runs) and not unmade:
+                unmade = self._carry_out(runs[num_made])
                 num_made += 1
         except Exception as error:
             cause = error
-        state.moves = [order for run in to_make[num_made:] for order in run]
-        if cause is not None or unmade:
-            self._give_up(unmade, new, cause)
+        state.moves = [order for run in runs[num_made:] for order in run]
+        if cause is not None:
+            self._give_up([], [], new, cause)
+        if unmade:  # what comes later may write what they are to read, and read what they were to bring
+            self._give_up(unmade, runs[num_made - 1], new, None)
 
     def _carry_out(self, orders: list[Order]) -> list[Move]:
         """Make the copies, and hand blocks to stores in their place among them; returns those said not to be made."""
@@ -122,7 +126,7 @@ class KVCacheManager(CacheCore):
             if not is_kept:
                 unmade += self._copy(list(each))
                 continue
-            for order in each:
+            for order in part_lost(each, written_by(unmade))[0]:
                 assert isinstance(order, KeptBlocks)
                 self._link.keep(order)
         return unmade
@@ -139,22 +143,36 @@ class KVCacheManager(CacheCore):
             return list(unmade)
         return []
 
-    def _give_up(self, unmade: list[Move], new: Iterable[Sequence], cause: Exception | None) -> NoReturn:
+    def _give_up(
+        self, unmade: list[Move], run: list[Order], new: Iterable[Sequence], cause: Exception | None
+    ) -> NoReturn:
         """End new sequences whose copies were not made, forget what is lost, and raise the TransferError."""
         state = self._state
-        num_copies = len(unmade) + len(one_by_one(state.moves))
-        state.moves = [move for move in unmade if move.source_tier == move.destination_tier] + state.moves
+        again, lost = failures.sort_unmade(unmade, run)
+        left, fed = part_lost(state.moves, written_by(lost))
+        state.moves, lost = [*again, *left], lost + fed
+        num_copies = len(unmade) + len(fed) + len(one_by_one(left))
         recurrent.abandon_copies(state)
         self._end(beam for sequence in new for beam in sequence.beams)
-        suspended = failures.forget_unmade(state, unmade) if unmade else []
+        suspended = failures.forget_unmade(state, lost) if lost else []
         forget = getattr(self.memory, "forget", None)
         if forget is not None:
-            forget([move for move in unmade if move not in state.moves])
+            forget([move for move in unmade + fed if move not in state.moves])
+        if cause is None and not again:
+            suspended += self._suspended_by_rest()
         why = repr(cause) if cause is not None else f"{unmade[0]} and {len(unmade) - 1} more were not made"
         rows = f"; suspended, since they had what is lost: {suspended}" if suspended else ""
         error = TransferError(f"the memory could not make {num_copies} copies: {why}{rows}")
         error.sequences = tuple(suspended)
         raise error from cause
+
+    def _suspended_by_rest(self) -> list[Sequence]:
+        """Make what comes after copies that are forgotten; returns the sequences that are suspended if that fails."""
+        try:
+            self._perform_moves()
+        except TransferError as error:
+            return list(error.sequences)
+        return []
 
     def _as_taken(self, orders: list[Order]) -> list[Any]:
         """Return moves as the memory takes them: whole blocks one by one, unless it says that it takes many at once."""
@@ -164,9 +182,8 @@ class KVCacheManager(CacheCore):
         """End sequences whose blocks could not be filled, and forget the moves into these blocks."""
         state = self._state
         for sequence in sequences:
-            own = state.own_blocks(sequence)
-            state.moves = failures.without_fills(state.moves, own)
-            self.free(sequence, publish=False)
+            state.moves = failures.without_fills(state.moves, state.own_blocks(sequence))
+            self._close(sequence)
 
     # -- stores -------------------------------------------------------------------------------------------------------
 
@@ -214,10 +231,12 @@ class KVCacheManager(CacheCore):
         Running sequences and pins keep what they hold until they end; from now on nobody can hit it, and such
         sequences publish no more.
         """
-        num_freed = super().drop(namespace=namespace)
-        if self._link is not None and self._state.keeper is not None:
-            self._perform_moves()  # what is still to be kept is to be forgotten, too
-            self._link.stack.drop(self._state.keeper.chain.tag(namespace))
+        state, num_freed = self._state, super().drop(namespace=namespace)
+        if self._link is not None and state.keeper is not None:
+            tag = state.keeper.chain.tag(namespace)  # what is still to be kept of it is not kept at all
+            state.moves = [order for order in state.moves if not (isinstance(order, KeptBlocks) and order.is_of(tag))]
+            self._link.stack.drop(tag)
+            self._perform_moves()
         return num_freed
 
     @property

@@ -6,10 +6,11 @@ from tests.core.layers import FULL, chunked, sliding, state
 from tests.core.small import books, cached, computed
 
 from kvist import CacheConfig, HostTier, Media, RemoteTier
-from kvist.core import restoring
+from kvist.core import failures, restoring
 from kvist.core.admission import match_prompt
 from kvist.core.identity import UNKNOWN
 from kvist.core.manager import CacheCore
+from kvist.core.moves import Move
 from kvist.core.tokens import TOKEN_BYTES
 
 
@@ -418,6 +419,20 @@ def test_windows_of_what_could_not_be_filled_are_given_back():
     manager.check()
     assert manager.num_free_blocks == 16
     assert manager.match_prefix(range(9)).num_tokens == 4
+
+
+def test_holes_that_could_not_be_filled_are_holes_again_in_what_was_split_and_forgotten_meanwhile():
+    """A copy from host memory is found not to have been made while what comes from stores is to be filled."""
+    manager = core(layers=[FULL, sliding(4)], num_blocks=[8, 8], event_buffer=100)
+    cached(manager, range(8))
+    lost(manager, range(4))
+    came = put(manager, range(9))
+    failures.forget_unmade(manager._state, [Move(0, int(came.extent.blocks[0, 3]), 2, 0, "host", "device")])
+    assert (came.extent.start, came.extent.num_blocks) == (3, 1)
+    restoring.discard(manager._state, came)
+    manager.check()
+    assert manager.num_free_blocks == 16
+    assert manager.match_prefix(range(9)).num_tokens == 0
 
 
 def test_holes_that_could_not_be_filled_are_holes_again():

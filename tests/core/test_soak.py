@@ -58,6 +58,18 @@ def test_what_the_watcher_raises_ends_a_soak_and_is_no_fault(stop_at, tmp_path):
         soak.run()
 
 
+def test_soaks_with_neighbouring_seeds_share_no_round_and_take_turns_at_shapes(tmp_path):
+    seeds = []
+    for seed in range(4):
+        soak = Soak(Plan(seed=seed, examples=4 * ROUND_EXAMPLES, steps=1), tmp_path / "fault.journal")
+        told = []
+        soak._watch = lambda tally, told=told: told.append(tally.seed)
+        soak.run()
+        seeds += dict.fromkeys(told)
+        assert {each % len(SHAPES) for each in told} == set(range(len(SHAPES)))
+    assert len(set(seeds)) == len(seeds) == 16
+
+
 def test_the_same_seed_does_the_same(tmp_path):
     steps = []
     for _ in range(2):

@@ -465,6 +465,19 @@ def test_a_block_whose_move_failed_may_be_forgotten_and_moved_again(rig, device)
     assert set(rig.contents("host", 0, 1)) == {9}
 
 
+def test_tokens_that_could_not_change_places_inside_a_block_may_do_so_later(rig, device):
+    before = {block: rig.contents("device", 0, block) for block in (2, 5)}
+    moves = [Move(5, 5, 1, source_offset=2), Move(2, 2, 1, source_offset=3, destination_offset=1)]
+    device.fail_next(OSError("bus"))
+    with pytest.raises(MovesFailed):
+        rig.manager.perform(moves)
+    assert {block: rig.contents("device", 0, block) for block in (2, 5)} == before
+    rig.manager.perform(moves)
+    rig.manager.perform([demote(5, 1)])
+    device.finish()
+    assert rig.contents("host", 0, 1) == rig.contents("device", 0, 5) != before[5]
+
+
 def test_a_failing_copy_on_cpu_leaves_the_rest_as_it_should_be(monkeypatch):
     rig = on_cpu(FULL_ONLY)
     copy = rig.manager._device.copier.copy

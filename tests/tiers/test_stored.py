@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.core.layers import FULL
+from tests.core.test_failures import LosingMemory
 
 from kvist import (
     AttentionSpec,
@@ -873,6 +874,61 @@ def test_a_copy_that_fails_while_a_store_is_to_be_read_leaves_nothing_held():
         machine.manager.check()
         assert machine.manager.num_free_blocks == 6
         machine.leave([*range(10), 9])
+
+
+def test_a_namespace_is_dropped_from_stores_even_if_the_memory_fails():
+    config = configured(HostTier(num_blocks=8), shared(), num_blocks=6)
+    with Machine(config, memory=BadMemory(config)) as machine:
+        machine.leave(range(8), namespace=("a",))
+        machine.memory.cannot = ("perform",)
+        for call in (lambda: machine.manager.evict(1), lambda: machine.manager.drop(namespace=("a",))):
+            with pytest.raises(TransferError):
+                call()
+        machine.memory.cannot = ()
+        machine.manager.evict(0)
+        assert machine.manager.flush(PATIENT)
+        assert the_store().stats().num_entries == 0
+        assert machine.leave(range(9), namespace=("a",)) == 0
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_state_that_the_memory_could_not_copy_is_not_stored(write):
+    layers = [FULL, StateSpec([(1,)], checkpoint_tokens=2)]
+    config = configured(shared(write=write), num_blocks=[12, 12], layers=layers)
+    with Machine(config, memory=LosingMemory(config)) as machine:
+        sequence = machine.manager.add_sequence(range(5))
+        machine.memory.write(sequence, stop=4)
+        machine.memory.loses = lambda move: move.group == 1
+        with pytest.raises(TransferError):
+            machine.manager.commit([sequence], 4)
+        machine.memory.loses = lambda move: False
+        machine.memory.write(sequence)
+        machine.manager.commit([sequence])
+        machine.manager.free(sequence)
+        machine.manager.evict(24)
+        assert machine.manager.flush(PATIENT)
+        with again(machine) as second:
+            assert second.leave([*range(4), 9], publish=False) == 0
+
+
+def test_what_was_to_be_stored_before_copies_that_the_caller_makes_is_not_stored_after_them():
+    config = configured(shared(write="back"), num_blocks=6, pin_budget=1.0)
+    with Machine(config, memory=BadMemory(config)) as machine:
+        machine.leave([20, 21])
+        machine.memory.cannot = ("perform",)
+        for tokens in (range(4), range(10, 14)):
+            sequence = machine.compute(tokens)
+            machine.manager.pin(machine.manager.match_prefix([*tokens, 9]))
+        for one in machine.manager._state.rows.running():
+            with pytest.raises(TransferError):
+                machine.manager.rewind(one, 1)
+        machine.memory.cannot = ()
+        machine.memory.perform(machine.manager.take_moves(), late=True)
+        machine.manager.append([sequence], [[7]])
+        machine.memory.verify(sequence)
+        assert machine.manager.flush(PATIENT)
+        with again(machine) as second:
+            assert second.leave([20, 21, 9], publish=False) == 0
 
 
 def test_closing_closes_the_stores_even_if_the_memory_fails():

@@ -2,40 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.core import resuming
+from kvist.core import recurrent, resuming
 from kvist.core.extents import Blocks, Extent
-from kvist.core.keeping import Order
+from kvist.core.keeping import Order, Place, written_by
 from kvist.core.lower import DEVICE, HOST, LowerTier
-from kvist.core.moves import Move
+from kvist.core.moves import Move, one_by_one
 from kvist.core.recording import NOT_FILLED
 from kvist.core.sequences import Sequence
 from kvist.core.state import CacheState
 
-__all__ = ["forget_unmade", "without_fills"]
+__all__ = ["forget_unmade", "sort_unmade", "without_fills"]
 
 Lost = dict[str, list[NDArray[np.int32]]]
 """Ids of blocks that hold nothing, by tier and group."""
 
 
-def forget_unmade(state: CacheState, moves: Iterable[Move]) -> list[Sequence]:
-    """Forget what copies between tiers that were not made were to bring, in both tiers, with all that comes after it.
+def sort_unmade(unmade: list[Move], run: Iterable[Order]) -> tuple[list[Move], list[Move]]:
+    """Sort copies that were not made into those to be made again, in order, and those that nobody can make any more.
 
-    Running sequences that hold any of it are suspended, and returned: when they are resumed, they begin from what is
-    still there. So are those whose own block was to be copied from such a block.
+    Only a copy within a tier that is of the run just made can be: what it reads is still there, unless that was to come
+    from another that cannot. What the run has written into its block afterwards is made again, too. A memory may name
+    parts of what was ordered.
     """
-    moves = list(moves)
+    left: dict[Hashable, list[Move]] = {}
+    for move in unmade:
+        left.setdefault(_way(move), []).append(move)
+    ordered = one_by_one(run)
+    ways = {_way(move) for move in ordered if move.source_tier == move.destination_tier}
+    lost, again = [move for move in unmade if _way(move) not in ways], list[Move]()
+    places, filled = written_by(lost), set[Place]()
+    for move in ordered:
+        parts = left.pop(_way(move), []) if _way(move) in ways else []
+        if parts and (move.source_tier, move.group, move.source) in places:
+            lost += parts
+            places |= written_by(parts)
+        elif parts or written_by([move]) <= filled:
+            again += parts or [move]
+            filled |= written_by([move])
+    return again, lost
+
+
+def _way(move: Move) -> Hashable:
+    """Return from where to where a move goes, whatever it copies of that."""
+    shift = move.destination_offset - move.source_offset
+    return move.source_tier, move.source, move.destination_tier, move.destination, move.group, shift
+
+
+def forget_unmade(state: CacheState, moves: list[Move]) -> list[Sequence]:
+    """Forget what copies that were not made, and cannot be made again, were to bring, with all that comes after it.
+
+    Running sequences that hold any of it, or have it for their own, are suspended, and returned: when they are resumed,
+    they begin from what is still there.
+    """
     lost = _lost(state, moves)
     if state.lower is not None:
         _lose_in_host(state.lower, lost[HOST])
     holders = _disown(state, lost[DEVICE])
+    if state.recurrent is not None:
+        recurrent.lose_checkpoints(state, set(lost[DEVICE][state.recurrent.index].tolist()))
     sequences = []
-    while (sequence := _next_affected(state, holders, _fed_from(moves, lost[DEVICE]))) is not None:
+    while (sequence := _next_affected(state, holders, lost[DEVICE])) is not None:
         own = state.own_blocks(sequence)
         state.moves = without_fills(state.moves, own)
         resuming.suspend(state, sequence, publish=False)
@@ -46,8 +78,7 @@ def forget_unmade(state: CacheState, moves: Iterable[Move]) -> list[Sequence]:
 def _lost(state: CacheState, moves: list[Move]) -> Lost:
     lost: dict[str, list[list[int]]] = {tier: [[] for _ in state.spans] for tier in (DEVICE, HOST)}
     for move in moves:
-        if move.source_tier != move.destination_tier:
-            lost[move.destination_tier][move.group].append(move.destination)
+        lost[move.destination_tier][move.group].append(move.destination)
     return {tier: [np.array(ids, np.int32) for ids in groups] for tier, groups in lost.items()}
 
 
@@ -85,14 +116,8 @@ def _disown(state: CacheState, lost: list[NDArray[np.int32]]) -> set[Extent]:
     return found
 
 
-def _fed_from(moves: list[Move], lost: list[NDArray[np.int32]]) -> set[tuple[int, int]]:
-    """Return the (group, block) of the device that were to be copied from such as are lost."""
-    within = [move for move in moves if move.source_tier == move.destination_tier]
-    return {(move.group, move.destination) for move in within if move.source in lost[move.group]}
-
-
-def _next_affected(state: CacheState, holders: set[Extent], fed: set[tuple[int, int]]) -> Sequence | None:
-    """Find a running sequence that holds one of some extents, or has one of some blocks for its own."""
+def _next_affected(state: CacheState, holders: set[Extent], lost: list[NDArray[np.int32]]) -> Sequence | None:
+    """Find a running sequence that holds one of some extents, or has a block that is lost for its own."""
     for sequence in state.rows.running():
         if sequence.leader is not None:
             continue
@@ -102,7 +127,7 @@ def _next_affected(state: CacheState, holders: set[Extent], fed: set[tuple[int, 
                 return sequence
             node = node.parent
         own = state.own_blocks(sequence)
-        if any(block in own[group] for group, block in fed):
+        if any(own[group].intersection(ids.tolist()) for group, ids in enumerate(lost)):
             return sequence
     return None
 

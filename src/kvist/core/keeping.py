@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.core.chain import Chain
 from kvist.core.extents import Blocks, Extent, Root
-from kvist.core.moves import BlockMoves, Move
+from kvist.core.moves import BlockMoves, Move, one_by_one
 
-__all__ = ["COMMITTED", "EVICTED", "Keeper", "KeptBlocks", "Order", "repeatable_runs"]
+__all__ = [
+    "COMMITTED",
+    "EVICTED",
+    "Keeper",
+    "KeptBlocks",
+    "Order",
+    "Place",
+    "part_lost",
+    "repeatable_runs",
+    "written_by",
+]
 
 COMMITTED, EVICTED = "committed", "evicted"
 
@@ -32,6 +42,10 @@ class KeptBlocks:
     cause: str
     priority: int
     hits: int
+
+    def is_of(self, tag: bytes) -> bool:
+        """Say whether these are blocks of the namespace with a tag."""
+        return self.keys[0].startswith(tag)
 
 
 Order = Move | BlockMoves | KeptBlocks
@@ -87,6 +101,52 @@ class _Reads:
             return bool(rows)
         begin, end = order.destination_offset, order.destination_offset + order.num_tokens
         return any(begin < last and first < end for first, last in rows)
+
+
+Place = tuple[str, int, int]
+"""A block: its tier, group and id."""
+
+
+def written_by(moves: Iterable[Move]) -> set[Place]:
+    """Return the blocks that moves write."""
+    return {(move.destination_tier, move.group, move.destination) for move in moves}
+
+
+def part_lost(orders: Iterable[Order], lost: set[Place]) -> tuple[list[Order], list[Move]]:
+    """Part orders into what can still be done, and the moves that would read what is lost.
+
+    What such moves write is lost as well; what others write is not any more.
+
+    >>> copy, other = Move(0, 3, 4), Move(5, 0, 4)
+    >>> left, unmade = part_lost([copy, other, copy], {("device", 0, 0)})
+    >>> left == [other, copy], unmade == [copy]
+    (True, True)
+    """
+    lost, left, unmade = set(lost), list[Order](), list[Move]()
+    for order in orders:
+        kept, apart = _parted(order, lost)
+        left += kept
+        unmade += apart
+        lost |= written_by(apart)
+        lost -= written_by(one_by_one(kept))
+    return left, unmade
+
+
+def _parted(order: Order, lost: set[Place]) -> tuple[list[Order], list[Move]]:
+    """Return what is left of an order that reads nothing lost, and its moves that would."""
+    if isinstance(order, Move):
+        is_lost = (order.source_tier, order.group, order.source) in lost
+        return ([], [order]) if is_lost else ([order], [])
+    reads = np.array([(order.source_tier, order.group, source) in lost for source in order.sources.tolist()], bool)
+    if not reads.any():
+        return [order], []
+    left = np.flatnonzero(~reads)
+    if isinstance(order, BlockMoves):
+        rest: Order = replace(order, sources=order.sources[left], destinations=order.destinations[left])
+        apart = [move for move, is_read in zip(order, reads.tolist(), strict=True) if is_read]
+    else:
+        rest, apart = replace(order, sources=order.sources[left], keys=[order.keys[at] for at in left.tolist()]), []
+    return ([rest] if len(left) else []), apart
 
 
 class Keeper:

@@ -43,7 +43,6 @@ from kvist.core.explanation import Explanation
 from kvist.core.extents import Extent, Match, Namespace
 from kvist.core.forecast import Forecast, Step, forecast_of
 from kvist.core.identity import Media
-from kvist.core.keeping import KeptBlocks
 from kvist.core.lower import DEVICE, HOST
 from kvist.core.matching import Awaited, Pin, Prefetch, PrefixMatch
 from kvist.core.moves import Move, one_by_one
@@ -54,7 +53,7 @@ from kvist.core.sequences import Sequence, Sequences, Wishes
 from kvist.core.state import CacheState
 from kvist.core.statistics import GroupStats, Stats, TierStats
 from kvist.core.tokens import TOKEN_BYTES, Tokens, as_token_array, as_token_buffer, as_token_bytes
-from kvist.errors import ArgumentError, ArgumentTypeError, NeverFits, SequenceError, TransferError
+from kvist.errors import ArgumentError, ArgumentTypeError, KvistError, NeverFits, SequenceError, TransferError
 
 __all__ = ["CacheCore"]
 
@@ -334,6 +333,12 @@ class CacheCore:
         if state.copies is not None:
             self._write_through()
 
+    def _close(self, sequence: Sequence) -> None:
+        """End a running sequence, publish nothing of it, and have nothing copied yet."""
+        if sequence._beams is not None:
+            branches.leave_beams(self._state, sequence)
+        self._state.end(sequence, publish=False)
+
     def _write_through(self) -> None:
         """Make the copies to host memory that the end of a sequence has ordered; the next call tries again.
 
@@ -610,6 +615,7 @@ class CacheCore:
 
         What has changed since the forecast was made is taken into account: it is tried out again first. Raises what the
         first call that does not fit would, and SequenceError for prompts or tokens of which only the number is known.
+        Where a copy fails, new sequences have ended again; what was appended or released before that stays so.
         """
         if not isinstance(forecast, Forecast):
             raise ArgumentTypeError(f"perform: expected a Forecast, got {type(forecast).__name__}")
@@ -623,7 +629,26 @@ class CacheCore:
                 again.append(step.options["sequence"], step.tokens)
             else:
                 again.release(step.options["sequence"])
-        return [sequence for step in forecast.steps for sequence in self._perform_step(step)]
+        added = list[Sequence]()
+        try:
+            for step in forecast.steps:
+                added += self._perform_step(step)
+        except KvistError as error:
+            self._end_all(added, error)
+            raise
+        return added
+
+    def _end_all(self, added: list[Sequence], error: KvistError) -> None:
+        """End new sequences that the caller will not get, since a later step has raised."""
+        beams = [beam for sequence in added for beam in sequence.beams]
+        if isinstance(error, TransferError):
+            error.sequences = tuple(each for each in error.sequences if each not in beams)
+        for beam in beams:
+            if beam.is_live:
+                self._close(beam)
+            elif resuming.is_suspended(self._state, beam):
+                del self._state.suspended[beam]
+                beam._suspended = None
 
     def _perform_step(self, step: Step) -> list[Sequence]:
         if step.call == "add":
@@ -814,12 +839,14 @@ class CacheCore:
         """
 
     def take_moves(self) -> list[Move]:
-        """Return the copies still to be made, in order, once: before the next forward pass reads or writes."""
-        orders = self._state.moves
-        if not orders:
-            return []
-        self._state.moves = [order for order in orders if isinstance(order, KeptBlocks)]
-        return one_by_one(orders)
+        """Return the copies still to be made, in order, once: before the next forward pass reads or writes.
+
+        What stores were to keep in between they are not given: by the next call it may be overwritten.
+        """
+        moves = one_by_one(self._state.moves) if self._state.moves else []
+        if moves:
+            self._state.moves = []
+        return moves
 
 
 def _read_only(array: NDArray[np.int64]) -> NDArray[np.int64]:

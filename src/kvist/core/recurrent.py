@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.core.extents import Extent
+from kvist.core.keeping import part_lost
+from kvist.core.lower import DEVICE
 from kvist.core.moves import Move
+from kvist.core.recording import NOT_FILLED
 from kvist.core.sequences import Sequence
 from kvist.core.spanned import SpannedGroup
 
@@ -21,6 +25,7 @@ __all__ = [
     "give_row_a_state",
     "give_states",
     "keep_last_state",
+    "lose_checkpoints",
     "order_state_move",
 ]
 
@@ -51,17 +56,46 @@ def checkpoint(state: CacheState, rows: NDArray[np.int64]) -> None:
 
 
 def abandon_copies(state: CacheState) -> None:
-    """Give up the copies of states that could not be made: later the states would be others."""
+    """Give up the copies of states that could not be made: later the states would be others.
+
+    What of them has been published already is found no more, nor copied to host memory or stored.
+    """
     group = state.recurrent
     if group is None:
         return
+    working = {state.rows.block_table.item(group.index, sequence.row, 0) for sequence in state.rows.running()}
+    waiting = {each.destination for each in state.moves if isinstance(each, Move) and each.group == group.index}
+    blocks = {block for block in waiting - working if block >= 0}
+    if not blocks:
+        return
+    lose_checkpoints(state, blocks)
+    for extent in state.all_extents():
+        columns = np.flatnonzero(np.isin(extent.blocks[group.index], list(blocks)))
+        if len(columns):
+            _lose_states(state, extent, columns)
+    into = [each for each in state.moves if not (isinstance(each, Move) and _fills(each, group.index, blocks))]
+    state.moves = part_lost(into, {(DEVICE, group.index, block) for block in blocks})[0]
+
+
+def lose_checkpoints(state: CacheState, blocks: set[int]) -> None:
+    """Give back copies of states that sequences keep for themselves, in blocks that hold nothing."""
+    group = state.recurrent
+    assert group is not None
     for sequence in state.rows.running():
-        for column, block in list(sequence._checkpoints):
-            waiting = [each for each in state.moves if isinstance(each, Move) and _fills(each, group.index, block)]
-            if waiting:
-                sequence._checkpoints.remove((column, block))
-                group.pool.give(np.array([block], np.int32))
-                state.moves = [move for move in state.moves if move not in waiting]
+        lost = [block for _, block in sequence._checkpoints if block in blocks]
+        sequence._checkpoints = [each for each in sequence._checkpoints if each[1] not in blocks]
+        group.pool.give(np.array(lost, np.int32))
+
+
+def _lose_states(state: CacheState, extent: Extent, columns: NDArray[np.intp]) -> None:
+    """Take states that hold nothing from columns of an extent that a sequence has just published, and holds."""
+    group = state.recurrent
+    assert group is not None
+    group.empty(extent, columns)
+    if state.recorder is not None:
+        state.recorder.removed_in(extent, group.index, columns, DEVICE, NOT_FILLED)
+    if state.copies is not None:
+        state.copies.drop_in(extent, group.index, columns, NOT_FILLED)
 
 
 def _is_wanted(state: CacheState, group: SpannedGroup, sequence: Sequence, column: int) -> bool:
@@ -156,5 +190,5 @@ def give_states(state: CacheState, sequence: Sequence) -> None:
         sequence._checkpoints.clear()
 
 
-def _fills(move: Move, group: int, block: int) -> bool:
-    return move.group == group and move.destination == block
+def _fills(move: Move, group: int, blocks: set[int]) -> bool:
+    return move.group == group and move.destination in blocks

@@ -117,7 +117,8 @@ class Installed(NamedTuple):
     """Room on the device for what stores had: `extent` is held, and new if `is_new`.
 
     `blocks` `[num_groups, n]` are the new ones by column from `Missing.first` on, -1 where there is none. Those that
-    fill holes are named in `filled`: the extent, the group, the extent's columns.
+    fill holes are named in `filled`: the extent that they are in, or above which they are once it is split, the group,
+    the columns of the prefix.
     """
 
     extent: Extent
@@ -276,7 +277,7 @@ def _fill_holes(
                 group.offer(node, node.start)
                 if state.recorder is not None:
                     state.recorder.stored_in(node, group.index, columns, DEVICE)
-                filled.append((node, group, columns))
+                filled.append((node, group, low + at))
         node = node.parent
     return filled
 
@@ -288,15 +289,25 @@ def discard(state: CacheState, installed: Installed) -> None:
         unfilled.append(node)
         node = node.parent
     for extent, group, columns in installed.filled:
-        group.empty(extent, columns)
-        if state.recorder is not None:
-            state.recorder.removed_in(extent, group.index, columns, DEVICE, NOT_FILLED)
+        _empty(state, extent, group, columns)
     state.tree.release(installed.extent)
     for each in unfilled:
         if each.key is not None and each.parent is not None and not each.references and not each.children:
             if state.lower is not None:
                 state.lower.forget_below(each)
             state.tree.discard(each)
+
+
+def _empty(state: CacheState, bottom: Extent, group: SpannedGroup, columns: NDArray[np.intp]) -> None:
+    """Take the blocks of a group back from columns of the prefix that ends with an extent."""
+    node = bottom
+    while node.parent is not None and node.start + node.num_blocks > columns[0]:
+        inside = columns[(columns >= node.start) & (columns < node.start + node.num_blocks)] - node.start
+        if len(inside):
+            group.empty(node, inside)
+            if state.recorder is not None:
+                state.recorder.removed_in(node, group.index, inside, DEVICE, NOT_FILLED)
+        node = node.parent
 
 
 def _needs(state: CacheState, wanted: list[NDArray[np.intp]], other_needs: list[int]) -> list[int]:

@@ -20,11 +20,13 @@ def suspend(state: CacheState, sequence: Sequence, *, publish: bool = True) -> N
     Unless it is not to be published, for it may be wrong.
     """
     rows, row = state.rows, sequence.row
+    suspended = Suspended(
+        rows.packed_tokens(sequence), rows.computed_of[row], sequence.num_encoder_tokens, rows.version.item(row)
+    )
     if sequence._beams is not None:
         branches.leave_beams(state, sequence)
-    tokens, version = rows.packed_tokens(sequence), rows.version.item(row)
-    suspended = Suspended(tokens, rows.computed_of[row], sequence.num_encoder_tokens, version)
     state.end(sequence, publish=publish)
+    sequence.leader = None  # where beams waited for it, it has taken the place of one
     sequence._suspended = suspended
     state.suspended[sequence] = None
     state.counters.num_suspended += 1

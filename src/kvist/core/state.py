@@ -422,6 +422,9 @@ class CacheState:
         for group, span in enumerate(self.spans):
             start = 0 if span.kind in ("state", "cross") else published
             own.append(set(self.rows.block_table[group, row, start : self.rows.ends_of[group][row]].tolist()))
+        for ring in self.rings:
+            columns = holdings.own_columns(self, ring, row, self.rows.ends_of[ring.index][row])
+            own[ring.index] = set(self.rows.block_table[ring.index, row, columns].tolist())
         return own
 
     def end(self, sequence: Sequence, *, publish: bool) -> None:

@@ -32,6 +32,8 @@ __all__ = ["ROUND_EXAMPLES", "SHAPES", "Fault", "Plan", "Soak", "Tally"]
 
 ROUND_EXAMPLES = 20
 """Examples of a round: few, so that a fault is repeated in seconds."""
+ROUND_STRIDE = 2**32 + 1
+"""Between the seeds of rounds: soaks with neighbouring seeds share none, and shapes take turns."""
 
 SHAPES = ("usual", "short tails", "smallest pools", "host tier")
 """What a round is like, by its seed modulo four."""
@@ -137,7 +139,7 @@ class Soak:
         self._began = self._clock()
         number = 0
         while (num_examples := self._num_left()) > 0:
-            if (fault := self._round(self.plan.seed + number, num_examples)) is not None:
+            if (fault := self._round(self.plan.seed + number * ROUND_STRIDE, num_examples)) is not None:
                 return fault
             number += 1
         return None

@@ -285,7 +285,7 @@ class TransferManager:
             if cause is not None:
                 self._failed.append((started.order, cause))
                 _, destination = self._sides(started.order)
-                ids = started.order.destinations
+                ids = started.order.emptied
                 destination.lost[ids[destination.written[ids] == ticket]] = True
             del self._started[ticket]
 
@@ -294,7 +294,7 @@ class TransferManager:
         self._lose(order)
 
     def _lose(self, order: Order) -> None:
-        self._sides(order)[1].lost[order.destinations] = True
+        self._sides(order)[1].lost[order.emptied] = True
 
     def _report(self) -> None:
         failed, self._failed = self._failed, []

@@ -45,6 +45,14 @@ class Order:
         return replace(self, sources=self.sources[chosen], destinations=self.destinations[chosen], offsets=offsets)
 
     @property
+    def emptied(self) -> Ids:
+        """Blocks that hold nothing if this fails: not those inside which tokens change places, as they still may."""
+        if self.offsets is None:
+            return self.destinations
+        emptied: Ids = self.destinations[self.sources != self.destinations]
+        return emptied
+
+    @property
     def overlaps(self) -> bool:
         """Whether some block is both read and written."""
         return self.source_tier == self.destination_tier and bool(np.isin(self.sources, self.destinations).any())
