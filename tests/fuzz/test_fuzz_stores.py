@@ -132,25 +132,13 @@ def test_an_object_that_was_changed_is_a_miss(tmp_path_factory, data):
 
 
 class Answers:
-    """Stands for a client whose server answers what a test wants, for each name the same to all commands."""
+    """Stands for a server that answers what a test wants, for each name the same to all commands."""
 
     def __init__(self, answers):
-        self.answers, self.names, self.asked = answers, [], []
+        self.answers, self.names = answers, []
 
-    def pipeline(self, transaction):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        pass
-
-    def execute_command(self, command, name, *more):
-        self.asked.append(name)
-
-    def execute(self, raise_on_error):
-        asked, self.asked = self.asked, []
+    def ask(self, commands):
+        asked = [name for _, name, *_ in commands]
         self.names = self.names or asked
         return [self.answers[self.names.index(name)] for name in asked]
 
@@ -167,7 +155,7 @@ def test_whatever_a_server_answers_is_the_entry_or_a_miss(data):
     answer = st.sampled_from(sealed) | damaged(sealed) | ANSWERS
     answers = [data.draw(answer), data.draw(answer)]
     store = ValkeyStore("valkey://localhost", TINY)
-    store._connection = Answers(answers)
+    store._connected = Answers(answers)
     assert found(store, 0, 1) == [number for number in range(2) if answers[number] == sealed[number]]
 
 
