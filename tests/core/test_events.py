@@ -114,6 +114,19 @@ def test_TRT97_narrow_windows_come_first():
     assert [event.group for event in manager.events.poll()] == [1, 0]
 
 
+def test_a_window_without_the_first_block_comes_after_those_that_have_it():
+    manager = grouped([FULL, sliding(4), sliding(8)], block_size=4, num_blocks=8, event_buffer=64)
+    serve(manager, range(12))
+    manager.events.poll()
+    (extent,) = manager._state.tree.extents()
+    extent.blocks[1, 0] = -1
+    recorder = manager._state.recorder
+    recorder.stored(extent, 0, "device", "published")
+    events = recorder.take()
+    assert [(event.group, event.start) for event in events] == [(2, 0), (0, 0), (1, 1)]
+    assert events[-1].parent == events[0].digests[0]
+
+
 def test_an_eviction_says_why_and_is_one_event_for_the_tail_of_a_prefix():
     manager = told(num_blocks=4)
     serve(manager, range(16))

@@ -114,8 +114,13 @@ class EventRecorder:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def stored(self, extent: Extent, first: int, tier: str, reason: str, blocks: Blocks | None = None) -> None:
-        """Note that an extent's blocks from `first` on, or those that `blocks` has there, can be hit in a tier."""
-        for group, run, low, end, columns in self._parts(extent, first, blocks):
+        """Note that an extent's blocks from `first` on, or those that `blocks` has there, can be hit in a tier.
+
+        A group that lacks the first of them comes after those that have it: it goes on from a block of theirs.
+        """
+        parts = self._parts(extent, first, blocks)
+        begin = min((low for _, _, low, _, _ in parts), default=0)
+        for group, run, low, end, columns in sorted(parts, key=lambda part: part[2] > begin):
             event = Stored(self._id(), self.epoch, group, tier, run, low, end, extent.priority, reason, columns)
             self._stage(event)
 
