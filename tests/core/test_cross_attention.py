@@ -179,3 +179,22 @@ def test_tables_of_the_encoders_group_are_of_its_tokens():
     first, second = (sequence.group_blocks(1).tolist() for sequence in sequences)
     assert batch.seq_lens.tolist() == [3, 1]
     assert batch.slot_mapping.tolist() == [2 * first[0], 2 * first[0] + 1, 2 * first[1], 2 * second[0]]
+
+
+@pytest.mark.parametrize("left", range(1, 9))
+def test_what_keeps_its_encoder_does_not_count_on_its_blocks_to_begin_again(left):
+    manager = grouped([sliding(2), CROSS], block_size=2, num_blocks=[6, 6], shared_pool=True)
+    sequence = manager.add_sequence(range(8), encoder_tokens=6)
+    manager.commit([sequence])
+    manager.append([sequence], [8])
+    manager.commit([sequence])
+    for token in range(50, 57):
+        manager.add_sequence([token])
+    if left <= 4:
+        manager.rewind(sequence, 9 - left)
+        assert (sequence.num_tokens, sequence.num_encoder_tokens) == (left, 6)
+    else:
+        with pytest.raises(OutOfBlocks, match="to begin again"):
+            manager.rewind(sequence, 9 - left)
+        assert (sequence.num_tokens, sequence.num_computed_tokens) == (9, 9)
+    manager.check()

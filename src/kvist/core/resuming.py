@@ -112,7 +112,7 @@ def _admit_again(
 def _require_anew(state: CacheState, sequence: Sequence, left: int) -> None:
     """Raise OutOfBlocks unless a sequence could begin again with nothing but what it gives back."""
     needs = admission.prompt_needs(state, left, 0, 1, 0)
-    gains = release_gains(state, sequence)
+    gains = _gains_but_encoder(state, sequence)
     for index, pool in enumerate(state.pools):
         free = pool.num_free + state.tree.evictable_in(pool) + gains[index]
         if needs[index] > free:
@@ -129,6 +129,14 @@ def _require_anew(state: CacheState, sequence: Sequence, left: int) -> None:
 
 def release_gains(state: CacheState, sequence: Sequence) -> list[int]:
     """Count the blocks by pool that would become free or evictable if a running sequence were freed."""
+    gains = _gains_but_encoder(state, sequence)
+    if state.cross is not None and sequence._encoder is not None and sequence._encoder.num_holders == 1:
+        gains[state.pool_of[state.cross]] += len(sequence._encoder.blocks)
+    return gains
+
+
+def _gains_but_encoder(state: CacheState, sequence: Sequence) -> list[int]:
+    """Count them if it kept what it has of an encoder, as one does that begins again."""
     rows, row = state.rows, sequence.row
     gains = [0] * len(state.pools)
     if state.has_full:
@@ -142,8 +150,6 @@ def release_gains(state: CacheState, sequence: Sequence) -> list[int]:
         gains[state.pool_of[group.index]] += len(own) + int((group.references[shared] == 1).sum())
     if state.recurrent is not None:
         gains[state.pool_of[state.recurrent.index]] += 1 + len(sequence._checkpoints)
-    if state.cross is not None and sequence._encoder is not None and sequence._encoder.num_holders == 1:
-        gains[state.pool_of[state.cross]] += len(sequence._encoder.blocks)
     return gains
 
 
