@@ -218,7 +218,7 @@ def test_an_extent_twice_in_the_queue_is_named():
     manager = small()
     extent = cached_extent(manager, [1, 2])
     queue = manager._state.tree.queue
-    queue._heap.append(queue._heap[0])
+    queue._heap.append(queue._row[0])
     found = problems(manager)
     assert "1 eviction candidates are counted, 2 are queued" in found
     assert any(problem.endswith("is 2 times in the eviction queue, not 1") for problem in found)

@@ -95,7 +95,7 @@ class CostQueue(EvictionQueue):
     @property
     def num_entries(self) -> int:
         """Everything kept in memory: candidates, stale entries, and the past of the clock."""
-        return len(self._heap) + self._cost.num_marks
+        return super().num_entries + self._cost.num_marks
 
     def copy_from(self, other: Candidates, twins: Twins) -> None:
         """Have the copies of extents in the order in which another queue of this policy has the originals."""
@@ -105,6 +105,6 @@ class CostQueue(EvictionQueue):
 
     def first(self) -> Extent:
         """Return the candidate that goes first; there must be one."""
-        extent = super().first()
-        self._cost.advance(self._heap[0][0])
+        key, _, extent = self._first_entry()
+        self._cost.advance(key)
         return extent

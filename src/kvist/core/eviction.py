@@ -6,6 +6,7 @@ has been evicted, or on how much of the cache is of which kind, is a subclass of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -32,7 +33,10 @@ Policy = Callable[[Extent], Any]
 TICK_BITS = 64
 """Ticks stay below 2**64, so a rank above these bits and a tick make one int, which compares faster than a tuple."""
 SWEEP_MARGIN = 64
-"""Stale entries that a heap may have beside as many as it has valid ones."""
+"""Stale entries that a queue may have beside as many as it has valid ones."""
+
+Entry = tuple[Any, int, Extent]
+"""A candidate's sort key, and its ticket when it was offered: another one by now means that the entry is stale."""
 
 
 # -- policies that are sort keys --------------------------------------------------------------------------------------
@@ -158,22 +162,25 @@ class Candidates:
 class EvictionQueue(Candidates):
     """Candidates in the order of the sort keys that a policy gave them when they were offered.
 
-    Withdrawing only voids the entry (`ticket` 0): stale entries are skipped, and swept out when they outnumber the
-    rest. Among equal keys the extent offered first goes first.
+    Most policies give growing keys most of the time: such candidates wait in a row, and cost the same however many
+    there are. A key less than the last one in the row goes into a heap. Withdrawing only voids the entry (`ticket` 0):
+    stale entries are skipped, and swept out when they outnumber the rest. Among equal keys the extent offered first
+    goes first.
     """
 
-    __slots__ = ("_heap", "_last_ticket", "_policy")
+    __slots__ = ("_heap", "_last_ticket", "_policy", "_row")
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self._policy = policy
-        self._heap: list[tuple[Any, int, Extent]] = []
+        self._row: deque[Entry] = deque()
+        self._heap: list[Entry] = []
         self._last_ticket = 0
 
     @property
     def num_entries(self) -> int:
         """Everything kept in memory: candidates and stale entries."""
-        return len(self._heap)
+        return len(self._row) + len(self._heap)
 
     @property
     def num_policy_failures(self) -> int:
@@ -189,35 +196,50 @@ class EvictionQueue(Candidates):
         """Have the copies of extents in the order in which another queue of this policy has the originals."""
         assert isinstance(other, EvictionQueue)
         self.num_candidates, self._last_ticket = other.num_candidates, other._last_ticket
-        self._heap = [(key, ticket, twins[id(each)]) for key, ticket, each in other._heap if id(each) in twins]
+        self._row = deque((*entry[:2], twins[id(entry[2])]) for entry in other._row if id(entry[2]) in twins)
+        self._heap = [(*entry[:2], twins[id(entry[2])]) for entry in other._heap if id(entry[2]) in twins]
 
     def offer(self, extent: Extent) -> None:
         """Make an extent that is not in the queue a candidate, by its key as of now."""
-        key = self._policy(extent)
+        key, row = self._policy(extent), self._row
         self._last_ticket = extent.ticket = self._last_ticket + 1
         self.num_candidates += 1
-        heappush(self._heap, (key, extent.ticket, extent))
+        if row and key < row[-1][0]:
+            heappush(self._heap, (key, extent.ticket, extent))
+        else:
+            row.append((key, extent.ticket, extent))
 
     def withdraw(self, extent: Extent) -> None:
         """Take an extent that is a candidate out of the queue."""
         extent.ticket = 0
         self.num_candidates -= 1
-        if len(self._heap) > 2 * self.num_candidates + SWEEP_MARGIN:
+        if len(self._row) + len(self._heap) > 2 * self.num_candidates + SWEEP_MARGIN:
+            self._row = deque(entry for entry in self._row if entry[2].ticket == entry[1])
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
             heapify(self._heap)
 
     def first(self) -> Extent:
         """Return the candidate that goes first; there must be one."""
-        heap = self._heap
-        while heap[0][2].ticket != heap[0][1]:
+        return self._first_entry()[2]
+
+    def _first_entry(self) -> Entry:
+        row, heap = self._row, self._heap
+        while row and row[0][2].ticket != row[0][1]:
+            row.popleft()
+        while heap and heap[0][2].ticket != heap[0][1]:
             heappop(heap)
-        return heap[0][2]
+        return heap[0] if heap and (not row or heap[0] < row[0]) else row[0]
 
     def withdraw_first(self) -> None:
         """Take out the candidate that `first` has just returned."""
-        heappop(self._heap)[2].ticket = 0
+        extent, row = self._first_entry()[2], self._row
+        if row and row[0][1] == extent.ticket:
+            row.popleft()
+        else:
+            heappop(self._heap)
+        extent.ticket = 0
         self.num_candidates -= 1
 
     def candidates(self) -> list[Extent]:
         """List all candidates, in no order that means anything."""
-        return [extent for _, ticket, extent in self._heap if extent.ticket == ticket]
+        return [extent for each in (self._row, self._heap) for _, ticket, extent in each if extent.ticket == ticket]

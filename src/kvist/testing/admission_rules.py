@@ -10,7 +10,7 @@ from kvist.core.extents import Namespace
 from kvist.core.forecast import Forecast
 from kvist.core.retention import Retention
 from kvist.core.sequences import Sequence
-from kvist.errors import KvistError, NeverFits, OutOfRows, TransferError
+from kvist.errors import KvistError, NeverFits, OutOfBlocks, OutOfRows, TransferError
 from kvist.testing.bills import Counts
 from kvist.testing.branch_rules import BranchRules
 from kvist.testing.configs import Draft, Keeping, drafts, few_beams, keepings, lefts, often, rare, some
@@ -100,9 +100,11 @@ class AdmissionRules(GrowthRules, BranchRules):
     def require_true_refusal(self, error: KvistError, num_tokens: int, bill: Counts, beams: int) -> None:
         """A prompt is refused for the reason given, and only for that."""
         config = self.config
-        too_long = num_tokens > config.max_sequence_length or (bill > config.pool_num_blocks).any()
-        if too_long or beams > config.max_sequences:
-            require(isinstance(error, NeverFits), f"{num_tokens} tokens in {beams} beams never fit, but: {error!r}")
+        too_long = num_tokens > config.max_sequence_length or beams > config.max_sequences
+        if too_long or (bill > config.pool_num_blocks).any():
+            # Where blocks are counted at most, it may be that they would do.
+            right = NeverFits if too_long or self.bill.is_exact else NeverFits | OutOfBlocks
+            require(isinstance(error, right), f"{num_tokens} tokens in {beams} beams never fit, but: {error!r}")
         elif beams > self.num_free_rows():
             require(isinstance(error, OutOfRows), f"{self.num_free_rows()} rows are free, but: {error!r}")
         else:

@@ -171,6 +171,8 @@ class BranchRules(Stage):
             self.make_room(bill, 1)
         must, may = self.reusable.bounds(shadow.namespace, shadow.prompt, self.live, shadow.num_computed)
         must = self.surely(must, bill) if shadow.reuses else 0
+        if self.config.max_chunk_tokens and not self.has_unused(bill):
+            must = 0  # a window's cached blocks may take the room that a chunk from the start does not need
         num_computed = shadow.num_computed
         resumed = self.allocate(lambda: self.manager.resume(shadow.sequence), bill)
         if isinstance(resumed, KvistError) and not isinstance(resumed, TransferError):
