@@ -8,6 +8,7 @@ from tests.core.layers import CROSS, FULL, chunked, grouped, sliding, state
 from tests.core.small import books, cached, computed, refused
 
 from kvist import KVCacheManager, Media, NeverFits, OutOfBlocks, OutOfRows, Retention, SequenceError
+from kvist.core.admission import match_prompt
 
 LAYERS = {
     "window": [FULL, sliding(3)],
@@ -288,3 +289,16 @@ def test_a_forecast_of_a_long_chain_takes_no_deep_recursion():
     assert manager.stats().num_extents > 1500
     assert manager.forecast().add(range(2001)).free_blocks < 8000
     manager.check()
+
+
+def test_a_forecast_copies_from_the_same_sibling_as_the_call():
+    manager = grouped([FULL, sliding(8)], block_size=4, num_blocks=32, partial_reuse=True)
+    for token in range(4, 10):
+        cached(manager, [1, token, 2, 3])
+    prompt = np.array([1, 100, 100, 100, 100], np.int32).tobytes()
+    real = manager._state
+    chosen = [match_prompt(each, prompt, ()) for each in (real, real.copied(), real)]
+    assert [(match.num_partial_tokens, match.source.key) for match in chosen] == [(1, chosen[0].source.key)] * 3
+    manager.evict(4)
+    chosen = [match_prompt(each, prompt, ()) for each in (real, real.copied())]
+    assert chosen[0].source.key == chosen[1].source.key

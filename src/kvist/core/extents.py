@@ -91,6 +91,7 @@ class Extent:
         else:
             twin = Extent(self.parent, self.key, tokens, self.blocks.copy(), self.created)
         twin.children, twin.num_short_children, twin.lower = self.children, self.num_short_children, self.lower
+        twin.order = None if self.order is None else self.order.copied()
         twin.references, twin.hits, twin.ticket, twin.spare = self.references, self.hits, self.ticket, self.spare
         twin.last_use, twin.keep, twin.start, twin.has_holes = self.last_use, self.keep, self.start, self.has_holes
         twin.lost = None if self.lost is None else dict(self.lost)

@@ -1,5 +1,7 @@
 """The keys of an extent's children in order, so that the sibling that agrees longest is found by a bisect."""
 
+from __future__ import annotations
+
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
@@ -27,6 +29,12 @@ class SortedKeys:
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for run in self._runs for key in run)
+
+    def copied(self) -> SortedKeys:
+        """Return a collection of the same keys."""
+        twin = SortedKeys(())
+        twin._runs, twin._firsts = [run[:] for run in self._runs], self._firsts[:]
+        return twin
 
     def add(self, key: bytes) -> None:
         """Add a key that is not yet there."""
