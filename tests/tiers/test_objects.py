@@ -4,22 +4,19 @@ import os
 from threading import Thread
 
 import pytest
+from tests.tiers.remote import FORMAT, PATIENT, entries, found
 from tests.tiers.services import S3, needs, running
 
 from kvist.errors import ConfigError, TransferError
-from kvist.testing.stores import StoreSuite, contents_of, key_of
+from kvist.testing.stores import StoreSuite, key_of
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.guard import GuardedStore, Limits
-from kvist.tiers.protocol import StoreFormat
 
 needs("obstore")
 
 from kvist.tiers.objects import ObjectStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(20)]
-PATIENT = 60.0
-"""Seconds: a limit that no healthy server reaches, however busy the machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +37,6 @@ def server():
     with running(S3()) as server:
         server.make_bucket("bucket")
         yield server
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
-
-
-def found(store, keys):
-    buffers = [bytearray(1000) for _ in keys]
-    answers = store.get(keys, [memoryview(buffer) for buffer in buffers])
-    for key, buffer, is_there in zip(keys, buffers, answers, strict=True):
-        assert not is_there or bytes(buffer) == contents_of(key, 1000)
-    return answers
 
 
 class TestFolder(StoreSuite):

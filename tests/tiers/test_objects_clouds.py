@@ -5,14 +5,14 @@ from contextlib import closing
 
 import pytest
 from tests.tiers.azure import AzureWire
+from tests.tiers.remote import FORMAT, PATIENT, entries, found
 from tests.tiers.services import S3, Gcs, GcsUploads, needs, running
 from tests.tiers.tls import Authority, tls_front
 
 from kvist.errors import ConfigError, TransferError
-from kvist.testing.stores import StoreSuite, contents_of, key_of
+from kvist.testing.stores import StoreSuite, key_of
 from kvist.tiers.guard import GuardedStore
 from kvist.tiers.opening import open_store
-from kvist.tiers.protocol import StoreFormat
 
 needs("obstore")
 
@@ -20,10 +20,7 @@ import obstore  # noqa: E402
 
 from kvist.tiers.objects import ObjectStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(20)]
-PATIENT = 60.0
-"""Seconds: a limit that no healthy server reaches, however busy the machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +66,6 @@ def https(s3, authority):
     """The URL of a bucket over TLS, signed by an authority that nobody trusts unasked."""
     with tls_front(s3.port, authority.context("127.0.0.1")) as port:
         yield f"s3://shared/over/tls?region=us-east-1&endpoint=https://127.0.0.1:{port}"
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
-
-
-def found(store, keys):
-    buffers = [bytearray(1000) for _ in keys]
-    answers = store.get(keys, [memoryview(buffer) for buffer in buffers])
-    for key, buffer, is_there in zip(keys, buffers, answers, strict=True):
-        assert not is_there or bytes(buffer) == contents_of(key, 1000)
-    return answers
 
 
 class BucketSuite(StoreSuite):

@@ -1,20 +1,17 @@
 """ValkeyStore and GuardedStore against real servers, which are paused, killed, filled and restarted."""
 
 import pytest
+from tests.tiers.remote import FORMAT, PATIENT, entries, found
 from tests.tiers.services import Valkey, needs, running
 
 from kvist.errors import ArgumentError, TransferError
-from kvist.testing.stores import StoreSuite, contents_of, key_of
-from kvist.tiers.protocol import StoreFormat
+from kvist.testing.stores import StoreSuite, key_of
 
 needs("redis")
 
 from kvist.tiers.valkey import ValkeyStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(100)]
-PATIENT = 60.0
-"""Seconds: a limit that no healthy server reaches, however busy the machine."""
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +24,6 @@ def shared(tmp_path_factory):
 def server(tmp_path):
     with running(Valkey(tmp_path)) as server:
         yield server
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
-
-
-def found(store, keys):
-    buffers = [bytearray(1000) for _ in keys]
-    answers = store.get(keys, [memoryview(buffer) for buffer in buffers])
-    for key, buffer, is_there in zip(keys, buffers, answers, strict=True):
-        assert not is_there or bytes(buffer) == contents_of(key, 1000)
-    return answers
 
 
 class TestValkey(StoreSuite):

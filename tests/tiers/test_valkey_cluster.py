@@ -4,23 +4,20 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
+from tests.tiers.remote import FORMAT, PATIENT, entries, found
 from tests.tiers.services import Valkey, free_port, needs, running
 
 from kvist.errors import TransferError
-from kvist.testing.stores import StoreSuite, contents_of, key_of
+from kvist.testing.stores import StoreSuite, key_of
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.guard import GuardedStore
-from kvist.tiers.protocol import StoreFormat
 
 needs("redis")
 
 from kvist.tiers import valkey_servers  # noqa: E402
 from kvist.tiers.valkey import ValkeyStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(64)]
-PATIENT = 60.0
-"""Seconds: a limit that no healthy server reaches, however busy the machine."""
 SLOTS = ((0, 5460), (5461, 10922), (10923, 16383))
 
 
@@ -75,18 +72,6 @@ def nodes(tmp_path_factory):
 
 def opened(nodes, timeout_s=PATIENT):
     return ValkeyStore(nodes[0].url, FORMAT, timeout_s=timeout_s, cluster=True)
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
-
-
-def found(store, keys):
-    buffers = [bytearray(1000) for _ in keys]
-    answers = store.get(keys, [memoryview(buffer) for buffer in buffers])
-    for key, buffer, is_there in zip(keys, buffers, answers, strict=True):
-        assert not is_there or bytes(buffer) == contents_of(key, 1000)
-    return answers
 
 
 def kept_by(node):

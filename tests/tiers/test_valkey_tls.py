@@ -4,23 +4,20 @@ import socket
 import ssl
 
 import pytest
+from tests.tiers.remote import FORMAT, PATIENT, entries, found
 from tests.tiers.services import Valkey, needs, running
 from tests.tiers.tls import Authority, tls_front
 
 from kvist.errors import ConfigError, TransferError
-from kvist.testing.stores import StoreSuite, contents_of, key_of
+from kvist.testing.stores import StoreSuite, key_of
 from kvist.tiers.guard import GuardedStore
 from kvist.tiers.opening import open_store
-from kvist.tiers.protocol import StoreFormat
 
 needs("redis")
 
 from kvist.tiers.valkey import ValkeyStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(5)]
-PATIENT = 60.0
-"""Seconds: a limit that no healthy server reaches, however busy the machine."""
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +40,6 @@ def server(tmp_path_factory):
 def port(server, authority):
     with tls_front(server.port, authority.context("127.0.0.1")) as port:
         yield port
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
-
-
-def found(store, keys):
-    buffers = [bytearray(1000) for _ in keys]
-    answers = store.get(keys, [memoryview(buffer) for buffer in buffers])
-    for key, buffer, is_there in zip(keys, buffers, answers, strict=True):
-        assert not is_there or bytes(buffer) == contents_of(key, 1000)
-    return answers
 
 
 def opened(port, *settings, timeout_s=PATIENT, host="127.0.0.1"):
