@@ -175,6 +175,27 @@ def test_an_accepted_token_that_could_not_move_moves_before_another_takes_its_pl
     memory.verify(sequence)
 
 
+def test_what_is_written_through_of_accepted_tokens_comes_after_the_tokens_that_could_not_move_at_once():
+    manager, memory = losing(num_blocks=8, write="through", kind=FaultyMemory)
+    sequence = manager.add_sequence([1])
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.reserve([sequence], 7)
+    memory.write_tree(sequence, [2], tokens=[1, 5])
+    memory.fail_next()
+    with pytest.raises(TransferError):
+        manager.accept(sequence, [5], [2])
+    memory.work_again()
+    assert manager.stats().tiers[0].num_copied_blocks == 1
+    manager.evict(0)
+    memory.verify(sequence)
+    manager.free(sequence)
+    manager.evict(1)
+    again = manager.add_sequence([1, 5, 6])
+    memory.verify(again)
+    assert again.num_cached_tokens == 2
+
+
 def test_a_copy_made_again_leaves_what_was_copied_behind_it_in_its_block():
     manager, memory = losing(num_blocks=8)
     sequence = manager.add_sequence([1, 2])

@@ -325,6 +325,22 @@ def test_a_step_back_with_chunks_that_finds_no_room_changes_nothing(num_tokens):
     manager.check()
 
 
+def test_a_step_back_does_not_count_on_the_block_of_a_chunk_that_was_never_given():
+    manager = grouped([chunked(5)], block_size=2, num_blocks=3, max_chunk_tokens=2)
+    leader, beam = manager.add_sequence([0] * 4, num_beams=2).beams
+    computed(manager, [1])
+    for num_computed in (2, 4):
+        manager.append([leader], [0])
+        manager.commit([leader], num_computed)
+    assert (leader.num_blocks, leader.num_tokens, manager.num_free_blocks) == (2, 6, 0)
+    with refused(manager, OutOfBlocks, "group 0 needs 1"):
+        manager.rewind(leader, 3)
+    manager.free(beam)
+    manager.rewind(leader, 3)
+    assert leader.num_computed_tokens == 3
+    manager.check()
+
+
 def test_taking_everything_back_needs_nothing():
     manager = windowed(2)
     sequence = computed(manager, range(9))

@@ -279,7 +279,7 @@ class CacheCore:
             raise SequenceError(f"accept: node {places[-1]} at position {end - 1} has overwritten tokens in a ring")
         growth.accept(state, sequence, ids, places)
         self._perform_moves()
-        if state.publishes_at_commit and not state.moves:  # else the blocks are not what they are to be yet
+        if state.publishes_at_commit and not state.moves:  # nothing moves into what is published
             state.publish_committed()
             self._perform_moves()
 

@@ -295,10 +295,6 @@ class CacheState:
             held=total - free_rows,
         )
 
-    def require_column(self, column: int) -> None:
-        """Raise OutOfBlocks unless a new column could be had in all groups whose tables grow."""
-        self.require(self.needs_between(column, column + 1))
-
     def require(self, needs: list[int], match: Match | None = None) -> None:
         """Raise OutOfBlocks unless so many blocks of each pool could be had without what the match would hold."""
         for index, needed in enumerate(needs):
