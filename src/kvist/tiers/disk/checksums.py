@@ -9,9 +9,16 @@ from zlib import crc32
 
 from kvist.errors import ConfigError
 
-__all__ = ["CRC32", "XXH3", "Checksum", "RunningChecksum", "checksum_named", "preferred_checksum"]
+__all__ = ["CRC32", "XXH3", "Checksum", "RunningChecksum", "WholeChecksum", "checksum_named", "preferred_checksum"]
 
 CRC32, XXH3 = "crc32", "xxh3_64"
+
+
+class WholeChecksum(Protocol):
+    """The checksum of contents; another `seed`, of 32 bits, gives another one."""
+
+    def __call__(self, contents: memoryview | bytes, seed: int = 0, /) -> int:
+        """Return it."""
 
 
 class RunningChecksum(Protocol):
@@ -28,7 +35,7 @@ class RunningChecksum(Protocol):
 class Checksum:
     """A checksum of at most 64 bits: of contents as a `whole`, or of one part after the other once it is `begun`."""
 
-    whole: Callable[[memoryview], int]
+    whole: WholeChecksum
     begun: Callable[[], RunningChecksum]
 
 

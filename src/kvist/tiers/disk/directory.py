@@ -19,7 +19,8 @@ from kvist.tiers.protocol import StoreFormat
 __all__ = ["OVERHEAD_BYTES", "Directory"]
 
 FORMAT, LOCK, UNFINISHED, PROBE = "format", "lock", "format.new", "probe"
-DISK_VERSION = 1
+DISK_VERSION = 2
+SEED_BYTES = 4
 MAX_FORMAT_BYTES = 1 << 20
 OVERHEAD_BYTES = 8192
 """What the files beside the segments take: less than a page each."""
@@ -40,12 +41,14 @@ class Directory:
         try:
             self._check_contents()
             self._locked = self._lock()
-            self.checksum = self._agree(store_format)
+            name = self._agree(store_format)
             files.close_to_others()
         except BaseException:
             self.close()
             raise
-        self.seal = Seal(sha256(store_format.fingerprint + self.checksum.encode()).digest())
+        self.checksum = checksum_named(name)
+        seed = sha256(store_format.fingerprint + name.encode()).digest()[:SEED_BYTES]
+        self.seal = Seal(self.checksum.whole, int.from_bytes(seed, "little"))
 
     def _check_contents(self) -> None:
         names = self.files.names()

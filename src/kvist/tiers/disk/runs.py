@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,8 @@ PADDING = memoryview(bytes(ALIGNMENT))
 POSITION = attrgetter("entry.position")
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Piece:
     """An entry, and the buffer of bytes that its contents are in or shall be in; `place` is that in the call."""
 
     entry: Entry
@@ -95,8 +96,8 @@ class Buffered:
             return
         write_fully(run.segment.files, self._file(run), _padded(run, PADDING), run.offset)
         whole = self._checksum.whole
-        for entry, contents, _ in run.pieces:
-            entry.checksum = whole(contents)
+        for piece in run.pieces:
+            piece.entry.checksum = whole(piece.buffer)
 
     def _write_in_parts(self, run: Run) -> None:
         piece, checksum = run.pieces[0], self._checksum.begun()

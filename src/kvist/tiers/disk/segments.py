@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvist.tiers.disk.checksums import WholeChecksum
 from kvist.tiers.disk.files import Files, read_fully, write_fully
 
 __all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment", "neighbours"]
@@ -30,7 +30,10 @@ MAX_STAMP = 1 << 62
 MAX_SLOTS = 1 << 40
 """More than a name can say."""
 
-PARTS = Struct("<8sB64sQQ39x")
+DIGEST, SAID = Struct("<Q"), Struct("<B64sQQ39x")
+NOT_NOTHING = 1 << 63
+"""Is in each digest, since a record that begins with zeros is none."""
+
 NAME = re.compile(r"(\d{8})-([1-9]\d{0,14})x([1-9]\d{0,9})\.blocks")
 
 
@@ -115,36 +118,33 @@ class Record(NamedTuple):
 
 
 class Seal:
-    """Makes records valid, and tells those that are: each begins with a digest of the rest, keyed with the format.
+    """Makes records valid, and tells those that are: each begins with a checksum of the rest, seeded with the format.
 
     So a record of another format, or a damaged one, is none.
 
-    >>> seal = Seal(b"a format")
+    >>> from zlib import crc32
+    >>> seal = Seal(crc32, seed=1)
     >>> seal.opened(seal.sealed(b"a key", 7, 1))
     Record(key=b'a key', checksum=7, stamp=1)
-    >>> seal.opened(Seal(b"another").sealed(b"a key", 7, 1)) is None
+    >>> seal.opened(Seal(crc32, seed=2).sealed(b"a key", 7, 1)) is None
     True
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._begun = blake2b(digest_size=8, key=key)  # a copy takes half the time of a new one
+    def __init__(self, checksum: WholeChecksum, seed: int) -> None:
+        self._checksum, self._seed = checksum, seed
 
     def sealed(self, key: bytes, checksum: int, stamp: int) -> bytes:
         """Return the 128 bytes that say it."""
-        said = PARTS.pack(b"", len(key), key, checksum, stamp)[8:]
-        return self._digest(said) + said
+        said = SAID.pack(len(key), key, checksum, stamp)
+        return DIGEST.pack(self._checksum(said, self._seed) | NOT_NOTHING) + said
 
     def opened(self, said: bytes) -> Record | None:
         """Return what 128 bytes say, or None if the seal does not fit them."""
-        digest, key_bytes, key, checksum, stamp = PARTS.unpack(said)
-        if digest != self._digest(said[8:]):
+        (digest,), rest = DIGEST.unpack_from(said), said[DIGEST.size :]
+        if digest != self._checksum(rest, self._seed) | NOT_NOTHING:
             return None
+        key_bytes, key, checksum, stamp = SAID.unpack(rest)
         return Record(key[:key_bytes], checksum, stamp)
-
-    def _digest(self, said: bytes) -> bytes:
-        digest = self._begun.copy()
-        digest.update(said)
-        return digest.digest()
 
 
 def neighbours(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -197,6 +197,10 @@ class Segment:
         self.last_use = self.num_busy = 0
         self.has_unwritten_stamps = False
         self._seal = seal
+
+    def __lt__(self, other: Segment) -> bool:
+        """Segments have the order in which they were opened; so slots, with their segments, have that of positions."""
+        return self.first_position < other.first_position
 
     def entries(self) -> Iterator[Entry]:
         """Read the records, and give an entry for each valid one whose slot is whole in the file; sets the stamps."""

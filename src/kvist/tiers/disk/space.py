@@ -147,7 +147,7 @@ class Space:
         self.clear(evicted)
         for segment, _ in taken:
             segment.num_busy += 1
-        return sorted(taken, key=_position)
+        return sorted(taken)
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Give slots back that were taken and hold nothing."""
@@ -289,13 +289,8 @@ class Space:
             segment.close()
 
 
-def _position(slot: Slot) -> int:
-    return slot[0].first_position + slot[1]
-
-
 def _neighbours(slots: Sequence[Slot]) -> Iterator[tuple[Segment, int, int]]:
     """Segment, first slot and number of each run of neighbouring slots."""
-    by_position = {segment.first_position + slot: (segment, slot) for segment, slot in slots}
-    positions = sorted(by_position)
-    for begin, end in neighbours(positions):
-        yield *by_position[positions[begin]], end - begin
+    ordered = sorted(slots)
+    for begin, end in neighbours([segment.first_position + slot for segment, slot in ordered]):
+        yield *ordered[begin], end - begin

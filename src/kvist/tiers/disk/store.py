@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, Self
 
 from kvist.errors import ArgumentError, ConfigError, TransferError
 from kvist.tiers.counting import Counts
-from kvist.tiers.disk.checksums import checksum_named
 from kvist.tiers.disk.directory import OVERHEAD_BYTES, Directory
 from kvist.tiers.disk.files import Files
 from kvist.tiers.disk.runs import Buffered, Direct, Piece
@@ -81,7 +80,7 @@ class DiskStore:
         limit = capacity_bytes - OVERHEAD_BYTES
         self._space = Space(self._directory.files, limit, sizes, self._directory.seal, self._counts)
         self._space.is_direct = io == "direct" and self._directory.takes_direct()
-        checksum = checksum_named(self._directory.checksum)
+        checksum = self._directory.checksum
         io_used = Direct(checksum, max(sizes)) if self._space.is_direct else Buffered(checksum)
         self._traffic = Traffic(io_used, self._counts)
         self._tick = self._loaded()
@@ -145,7 +144,7 @@ class DiskStore:
         """
         if len(keys) != len(buffers):
             raise ArgumentError(f"{len(keys)} keys, but {len(buffers)} buffers; each key needs one")
-        flat = [_flat(buffer) for buffer in buffers]
+        flat = _flat(buffers)
         whole: set[int] = set()
         bad: set[int] = set()
         with self._busy() as may:
@@ -226,7 +225,7 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _checked(self, entries: Sequence[tuple[bytes, memoryview]]) -> Wanted:
-        keys, contents = [key for key, _ in entries], [_flat(contents) for _, contents in entries]
+        keys, contents = [key for key, _ in entries], _flat([contents for _, contents in entries])
         for key in {len(key): key for key in keys}.values():
             Envelope.check_key(key)
         unknown = {each.nbytes for each in contents}.difference(self._space.queues)
@@ -237,8 +236,10 @@ class DiskStore:
 
     def _entries(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Entry | None]:
         """The entry of each key that has as many bytes as its buffer."""
-        queues = self._space.queues
-        return [queues.get(buffer.nbytes, NOTHING).get(key) for key, buffer in zip(keys, buffers, strict=True)]
+        queues, sizes = self._space.queues, [buffer.nbytes for buffer in buffers]
+        if len(set(sizes)) == 1:
+            return list(map(queues.get(sizes[0], NOTHING).get, keys))
+        return [queues.get(size, NOTHING).get(key) for key, size in zip(keys, sizes, strict=True)]
 
     # Putting: slots are reserved, contents written without the lock, and only then it is said what is in the slots.
 
@@ -266,7 +267,8 @@ class DiskStore:
             left = slots[contents[place].nbytes]
             if not left:
                 break
-            self._pending[key] = entry = Entry(key, *left.popleft())
+            segment, slot = left.popleft()
+            self._pending[key] = entry = Entry(key, segment, slot)
             pieces.append(Piece(entry, contents[place], place))
         for rest in slots.values():
             self._space.give(rest)
@@ -282,7 +284,8 @@ class DiskStore:
     ) -> int:
         """Let the first pieces be found, as far as all were written, and return how many of the wanted are there."""
         with self._changed:
-            end = min((piece.place for piece in pieces if piece.place not in said), default=len(wanted.keys))
+            unwritten = [piece.place for piece in pieces if piece.place not in said]
+            end = min(unwritten, default=len(wanted.keys))
             ready = [piece for piece in pieces if piece.place < end and not piece.entry.is_dropped]
             recorded = self._traffic.record(ready, said, failed)
             self._settle(pieces, recorded, failed)
@@ -293,7 +296,8 @@ class DiskStore:
             return len(there)
 
     def _settle(self, pieces: Sequence[Piece], recorded: Collection[int], failed: Collection[int]) -> None:
-        for entry, _, place in pieces:
+        for piece in pieces:
+            entry, place = piece.entry, piece.place
             del self._pending[entry.key]
             if place in recorded:
                 entry.segment.num_busy -= 1
@@ -375,9 +379,9 @@ class DiskStore:
                     segment.num_busy -= 1
 
 
-def _flat(buffer: memoryview) -> memoryview:
-    """The bytes of a contiguous buffer."""
-    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+def _flat(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The bytes of contiguous buffers."""
+    return [each if each.format == "B" and each.ndim == 1 else each.cast("B") for each in buffers]
 
 
 def _check(capacity_bytes: int, sizes: Collection[int], io: str) -> None:

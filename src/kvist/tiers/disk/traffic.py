@@ -49,7 +49,7 @@ class Traffic:
                     queue.clear()
             else:
                 sealed = run.segment.sealed
-                said.update({place: sealed(entry, stamps[place]) for entry, _, place in run.pieces})
+                said.update({piece.place: sealed(piece.entry, stamps[piece.place]) for piece in run.pieces})
 
         self._work_off(queues, write)
 
