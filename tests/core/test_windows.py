@@ -341,6 +341,22 @@ def test_a_step_back_does_not_count_on_the_block_of_a_chunk_that_was_never_given
     manager.check()
 
 
+def test_nothing_is_accepted_at_a_position_whose_block_a_window_was_never_given():
+    manager = grouped([sliding(6)], block_size=4, num_blocks=3, max_chunk_tokens=4)
+    other = computed(manager, [1])
+    sequence = manager.add_sequence([0] * 9)
+    for num_computed in (4, 8):
+        manager.commit([sequence], num_computed)
+    assert (sequence.capacity, manager.chunk_limit(sequence, 2)) == (12, 0)
+    with refused(manager, SequenceError, "accept", "group 0 has blocks for 8"):
+        manager.accept(sequence, [0, 5], [0, 1])
+    manager.free(other)
+    manager.reserve([sequence], 1)
+    manager.accept(sequence, [0, 5], [0, 1])
+    assert sequence.num_computed_tokens == 10
+    manager.check()
+
+
 def test_taking_everything_back_needs_nothing():
     manager = windowed(2)
     sequence = computed(manager, range(9))

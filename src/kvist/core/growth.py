@@ -17,7 +17,16 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import NeverFits, OutOfBlocks, SequenceError
 
-__all__ = ["accept", "append_arrays", "append_one_each", "commit_one", "commit_rows", "grow", "reserve"]
+__all__ = [
+    "accept",
+    "append_arrays",
+    "append_one_each",
+    "check_chunk",
+    "commit_one",
+    "commit_rows",
+    "grow",
+    "reserve",
+]
 
 
 def append_one_each(state: CacheState, batch: Batch, ids: NDArray[np.int32]) -> None:
@@ -119,7 +128,7 @@ def commit_rows(state: CacheState, batch: Batch, num_computed_tokens: ArrayLike 
         for row, count in zip(batch.rows.tolist(), counts.tolist(), strict=True):
             branches.require_exact_prompt(state, rows.sequence_at(row), count)
     if state.max_chunk_tokens:
-        _check_chunk(state, batch.rows, counts)
+        check_chunk(state, batch.rows, counts, "commit")
     rows.num_computed[select] = counts
     state.note_rows_committed()
     if state.recurrent is not None:
@@ -189,7 +198,7 @@ def commit_one(state: CacheState, named: Any) -> None:
     row = sequence.row
     num_tokens = rows.tokens_of[row]
     if state.max_chunk_tokens:
-        _check_chunk(state, np.array([row]), np.array([num_tokens]))
+        check_chunk(state, np.array([row]), np.array([num_tokens]), "commit")
     if rows.num_waiting:
         branches.require_exact_prompt(state, sequence, num_tokens)
     rows.computed_of[row] = num_tokens
@@ -285,14 +294,14 @@ def _check_length(state: CacheState, rows: NDArray[np.int64], wanted: NDArray[np
         raise NeverFits(f"{call}: row {rows[at]} would have {wanted[at]} tokens, max_sequence_length is {longest}")
 
 
-def _check_chunk(state: CacheState, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+def check_chunk(state: CacheState, rows: NDArray[np.int64], counts: NDArray[np.int64], call: str) -> None:
     """Raise SequenceError where tokens are said to be computed for which a sliding group had no blocks."""
     for group in state.sliding:
         ends = state.rows.ends[group.index, rows] * state.block_size
         if (counts > ends).any():
             at = int(np.flatnonzero(counts > ends)[0])
             raise SequenceError(
-                f"commit: row {rows[at]} cannot have {counts[at]} computed tokens: group {group.index} has blocks for "
+                f"{call}: row {rows[at]} cannot have {counts[at]} computed tokens: group {group.index} has blocks for "
                 f"{ends[at]}; compute at most max_chunk_tokens={state.max_chunk_tokens} at a time, see chunk_limit"
             )
 

@@ -275,6 +275,8 @@ class CacheCore:
         end = rows.computed_of[sequence.row] + int(places[-1]) + 1
         if end > sequence.capacity:
             raise SequenceError(f"accept: node {places[-1]} is at position {end - 1}, capacity is {sequence.capacity}")
+        if state.max_chunk_tokens:
+            growth.check_chunk(state, np.array([sequence.row]), np.array([end]), "accept")
         if state.rings and rings.wraps(state, end):
             raise SequenceError(f"accept: node {places[-1]} at position {end - 1} has overwritten tokens in a ring")
         growth.accept(state, sequence, ids, places)

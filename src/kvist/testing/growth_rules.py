@@ -188,10 +188,14 @@ class GrowthRules(Stage):
         )
         if shadow.sequence.capacity < end or (self.config.max_chunk_tokens or end) < nodes[-1] + 1:
             return
+        ids = [*shadow.prompt.tokens[start:], *accepted]
+        if self.manager.chunk_limit(shadow.sequence, nodes[-1] + 1) <= nodes[-1]:
+            refused = self.attempt(lambda: self.manager.accept(shadow.sequence, ids, nodes))
+            require(isinstance(refused, SequenceError), f"node {nodes[-1]} has no block in a window: {refused!r}")
+            return
         self.deliver()
         tokens = [*shadow.symbols, *accepted]
         self.memory.write_tree(shadow.sequence, nodes, tokens=tokens, encoder=shadow.encoder)
-        ids = [*shadow.prompt.tokens[start:], *accepted]
         self.act(lambda: self.manager.accept(shadow.sequence, ids, nodes))
         shadow.append(accepted)
         shadow.note_computed(shadow.num_tokens, is_roomy=False)
