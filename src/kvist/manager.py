@@ -151,13 +151,12 @@ class KVCacheManager(CacheCore):
         again, lost = failures.sort_unmade(unmade, run)
         left, fed = part_lost(state.moves, written_by(lost))
         state.moves, lost = [*again, *left], lost + fed
+        waiting = one_by_one(state.moves)
         num_copies = len(unmade) + len(fed) + len(one_by_one(left))
         recurrent.abandon_copies(state)
         self._end(beam for sequence in new for beam in sequence.beams)
         suspended = failures.forget_unmade(state, lost) if lost else []
-        forget = getattr(self.memory, "forget", None)
-        if forget is not None:
-            forget([move for move in unmade + fed if move not in state.moves])
+        self._forget([*unmade, *fed, *waiting])
         if cause is None and not again:
             suspended += self._suspended_by_rest()
         why = repr(cause) if cause is not None else f"{unmade[0]} and {len(unmade) - 1} more were not made"
@@ -165,6 +164,13 @@ class KVCacheManager(CacheCore):
         error = TransferError(f"the memory could not make {num_copies} copies: {why}{rows}")
         error.sequences = tuple(suspended)
         raise error from cause
+
+    def _forget(self, moves: list[Move]) -> None:
+        """Tell the memory which of these moves wait no more, and will not be made."""
+        forget, waiting = getattr(self.memory, "forget", None), set(one_by_one(self._state.moves))
+        gone = [move for move in moves if move not in waiting]
+        if forget is not None and gone:
+            forget(gone)
 
     def _suspended_by_rest(self) -> list[Sequence]:
         """Make what comes after copies that are forgotten; returns the sequences that are suspended if that fails."""
@@ -238,6 +244,15 @@ class KVCacheManager(CacheCore):
             self._link.stack.drop(tag)
             self._perform_moves()
         return num_freed
+
+    def reset(self) -> None:
+        """Forget everything cached, and the statistics.
+
+        Raises SequenceError while sequences run or pins hold, and says which.
+        """
+        waiting = one_by_one(self._state.moves)
+        super().reset()
+        self._forget(waiting)
 
     @property
     def prefill_tokens_per_s(self) -> float | None:

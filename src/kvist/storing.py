@@ -282,11 +282,16 @@ def _looked(missing: Missing, look: Callable[[int, NDArray[np.intp]], NDArray[np
 
 
 def _first_wanted(missing: Missing, end: int) -> list[tuple[int, int]]:
-    """Return for each of the first `end` columns the group and column of a block that is needed to go on after it."""
+    """Return for each of the first `end` columns the group and column of a block that is needed to go on after it.
+
+    Returns nothing where windows need no block at all.
+    """
     owners: list[tuple[int, int] | None] = [None] * end
     for group, columns in enumerate(missing.wanted(end)):
         for column in columns.tolist():
             owners[column] = owners[column] or (group, column)
-    last = next(each for each in reversed(owners) if each is not None)
+    last = next((each for each in reversed(owners) if each is not None), None)
+    if last is None:
+        return []
     found = [last := each or last for each in reversed(owners)]
     return found[::-1]

@@ -5,9 +5,9 @@ import random
 import pytest
 from tests.core.layers import FULL, sliding, state
 
-from kvist import CacheConfig, HostTier, KVCacheManager, TransferError
+from kvist import CacheConfig, HostTier, KVCacheManager, RemoteTier, TransferError
 from kvist.core.moves import Move
-from kvist.testing import FaultyMemory, TokenMemory
+from kvist.testing import FAULTY_URL, FaultyMemory, TokenMemory, faulty_stores
 from kvist.testing.token_memory import NOTHING
 
 
@@ -209,6 +209,80 @@ def test_a_copy_made_again_leaves_what_was_copied_behind_it_in_its_block():
     memory.loses = lambda move: False
     manager.evict(0)
     memory.verify(sequence)
+
+
+class ToldLate(TokenMemory):
+    """Does not make the copies of its first `perform`, and says so in the next, whose own it makes."""
+
+    untold = None
+
+    def perform(self, moves, *, late=False):
+        if self.untold is None:
+            self.untold = list(moves)
+            return
+        told, self.untold = self.untold, []
+        super().perform(moves, late=True)
+        if told:
+            raise NotCopied(told)
+
+
+def test_a_move_inside_a_block_that_is_told_late_is_not_taken_for_another_one_there():
+    config = CacheConfig([FULL], 4, 8)
+    memory = ToldLate(config)
+    manager = memory.attach(KVCacheManager(config, memory))
+    sequence = manager.add_sequence([1])
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.reserve([sequence], 3)
+    memory.write_tree(sequence, [1, 2], tokens=[1, 5, 6])
+    with pytest.raises(TransferError) as raised:
+        manager.accept(sequence, [5, 6], [1, 2])
+    assert raised.value.sequences == (sequence,)
+    assert not manager.take_moves()
+    manager.resume(sequence)
+    memory.write(sequence)
+    memory.verify(sequence)
+    manager.check()
+
+
+def test_copies_that_a_reset_forgets_are_told_to_the_memory():
+    manager, memory = losing(num_blocks=8)
+    sequence = manager.add_sequence(range(6))
+    memory.write(sequence)
+    manager.commit([sequence])
+    manager.stats()
+    memory.loses = within
+    with pytest.raises(TransferError):
+        manager.rewind(sequence, 3)
+    assert memory.lost
+    memory.loses = lambda move: False
+    manager.free(sequence)
+    manager.reset()
+    assert not memory.lost
+
+
+def test_what_was_said_not_to_be_made_before_all_failed_is_told_when_it_is_given_up():
+    class Failing(LosingMemory):
+        def perform(self, moves, *, late=False):
+            moves = list(moves)
+            if self.loses is within and any(map(between, moves)):
+                raise OSError("the bus")
+            super().perform(moves, late=late)
+
+    with faulty_stores():
+        tiers = [HostTier(num_blocks=8, write="through"), RemoteTier(url=FAULTY_URL)]
+        config = CacheConfig([FULL, state(2)], 2, 8, tiers=tiers, model="a model")
+        memory = Failing(config)
+        manager = memory.attach(KVCacheManager(config, memory))
+        sequence = manager.add_sequence([1, 2])
+        memory.write(sequence)
+        memory.loses = within
+        with pytest.raises(TransferError, match="bus"):
+            manager.commit([sequence])
+        memory.loses = lambda move: False
+        manager.evict(0)
+        assert not memory.lost
+        manager.check()
 
 
 def test_what_was_copied_from_what_is_found_to_be_lost_is_lost_though_it_has_been_published():

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from tests.core.small import books, small
+from tests.core.layers import FULL, grouped, sliding
+from tests.core.small import books, computed, small
 
 from kvist import ArgumentTypeError, KVCacheManager, NeverFits, OutOfBlocks, OutOfRows, SequenceError
 
@@ -28,6 +29,33 @@ def test_releasing_counts_blocks_that_others_share_only_with_the_last_of_them():
     assert forecast.release(second).free_blocks == 8
     with pytest.raises(SequenceError, match="released in this forecast already"):
         forecast.release(first)
+
+
+def test_beams_that_wait_inherit_what_a_released_sequence_has():
+    manager = small(block_size=2, num_blocks=4)
+    leader, beam = manager.add_sequence([1, 2, 3, 4], num_beams=2).beams
+    forecast = manager.forecast().release(leader)
+    assert forecast.free_blocks == 2
+    assert not forecast.fits([7] * 8)
+    assert forecast.append(beam).free_blocks == 1
+    assert forecast.release(beam).free_blocks == 4
+    manager.perform(manager.forecast().release(beam).release(leader))
+    assert manager.num_free_blocks == 4
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_suspended_sequence_is_released_once_and_has_nothing(layers):
+    manager = grouped([FULL, sliding(2)][:layers], block_size=2, num_blocks=8)
+    sequence = computed(manager, [1, 2, 3])
+    manager.suspend(sequence)
+    forecast = manager.forecast()
+    assert forecast.release(sequence).free_blocks == manager.num_free_blocks
+    with pytest.raises(SequenceError, match="released in this forecast already"):
+        forecast.release(sequence)
+    with pytest.raises(SequenceError, match="suspended"):
+        manager.forecast().append(sequence)
+    manager.perform(forecast)
+    assert not manager.stats().num_suspended_now
 
 
 def test_a_cached_prefix_that_nobody_holds_takes_as_much_room_as_a_cold_one():

@@ -280,6 +280,20 @@ def test_completion_needs_what_no_table_has_yet_in_any_group():
     assert manager.blocks_needed_to_completion(sequence, 6) == 2 * 3
 
 
+def test_completion_counts_what_windows_get_chunk_by_chunk():
+    manager = grouped([FULL, sliding(3)], block_size=2, num_blocks=16, max_chunk_tokens=2)
+    sequence = manager.add_sequence(range(8))
+    told = manager.blocks_needed_to_completion(sequence, 0)
+    before = sum(each.num_allocated_blocks for each in manager.stats().groups)
+    while sequence.num_computed_tokens < 8:
+        chunk = manager.chunk_limit(sequence, 8)
+        if chunk:
+            manager.commit([sequence], sequence.num_computed_tokens + chunk)
+        else:
+            manager.reserve([sequence], 0)
+    assert told == sum(each.num_allocated_blocks for each in manager.stats().groups) - before == 3
+
+
 def test_a_forecast_of_a_long_chain_takes_no_deep_recursion():
     manager = KVCacheManager(
         grouped([FULL, sliding(2)], block_size=1, num_blocks=4000, max_sequence_length=4000).config

@@ -357,6 +357,15 @@ def test_nothing_is_accepted_at_a_position_whose_block_a_window_was_never_given(
     manager.check()
 
 
+def test_where_no_block_can_be_evicted_what_needs_none_stays():
+    manager = grouped([chunked(2)], block_size=2, num_blocks=4)
+    sequence = computed(manager, [1, 2])
+    assert manager.evict(1) == 1
+    manager.free(sequence)
+    assert manager.evict(1) == 0
+    assert hit(manager, [1, 2, 3]) == 2
+
+
 def test_taking_everything_back_needs_nothing():
     manager = windowed(2)
     sequence = computed(manager, range(9))
@@ -411,6 +420,17 @@ def test_beams_show_their_leaders_window_and_hold_it_themselves_once_the_prompt_
         assert beam.num_computed_tokens == 7
         assert [block >= 0 for block in tables(manager, beam)[1]] == [False, False, True, True]
     manager.check()
+
+
+def test_beams_do_not_count_on_blocks_of_a_chunk_that_were_never_given():
+    manager = grouped([sliding(6)], block_size=2, num_blocks=3, max_sequence_length=12, max_chunk_tokens=2)
+    full, short = manager.add_sequence([1, 2, 3, 4]), manager.add_sequence([5, 6, 7, 8, 9, 9])
+    manager.commit([full], 2)
+    manager.commit([short], 2)
+    pin = manager.pin(manager.match_prefix([5, 6, 7]))
+    with refused(manager, OutOfBlocks, "group 0 needs 1"):
+        manager.reorder([full, short], [0, 0])
+    pin.release()
 
 
 def test_reordered_beams_take_over_windows_with_the_rest():

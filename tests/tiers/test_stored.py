@@ -38,7 +38,7 @@ from kvist.core import restoring
 from kvist.core.contents import Contents
 from kvist.errors import ArgumentTypeError
 from kvist.memory.arena import TorchMemory
-from kvist.testing import TokenMemory
+from kvist.testing import FAULTY_URL, TokenMemory, faulty_stores
 from kvist.testing.token_memory import Prefixes
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.simulated import Conditions, SimulatedStore
@@ -189,6 +189,16 @@ def test_a_prompt_that_goes_another_way_has_what_is_common(tier):
     with again(machine) as second:
         assert second.leave([0, 1, 2, 3, 4, 99, 6, 7, 8]) == 4
         assert second.leave([9, *range(1, 9)]) == 0
+
+
+@pytest.mark.parametrize("layer", [AttentionSpec(1, 1, chunk_tokens=4), AttentionSpec(1, 1, sliding_window=1)])
+def test_a_prompt_that_needs_no_block_to_go_on_is_looked_up(layer):
+    config = CacheConfig([layer], 2, 8, tiers=[RemoteTier(url=FAULTY_URL)], model="a model")
+    with faulty_stores():
+        memory = TokenMemory(config)
+        manager = memory.attach(KVCacheManager(config, memory))
+        assert manager.match_prefix(range(5)).num_tokens == 0
+        assert "cold" in str(manager.explain(range(5)))
 
 
 def test_a_store_adds_to_what_the_device_has(tier):

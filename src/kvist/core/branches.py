@@ -55,10 +55,11 @@ def reorder(state: CacheState, beams: list[Sequence], parents: ArrayLike) -> Non
     copied = [parent for at, parent in enumerate(origins) if heirs[parent] != at]
     orphans = [at for at in range(len(beams)) if at not in heirs]
     num_copied = sum(_num_private(state, beams[parent], "reorder") for parent in copied)
-    num_orphaned = sum(beams[at].num_columns - beams[at].num_computed_tokens // state.block_size for at in orphans)
     of_copies = [beams[parent] for parent in copied]
-    needs = _needs(state, num_copied - num_orphaned, len(copied) - len(orphans), of_copies)
+    needs = _needs(state, num_copied, len(copied) - len(orphans), of_copies)
     for at in orphans:
+        own = holdings.num_growing_from(state, beams[at].row, beams[at].num_computed_tokens // state.block_size)
+        needs = [needed - had for needed, had in zip(needs, own, strict=True)]
         for group in state.rings:
             needs[state.pool_of[group.index]] -= rings.num_own(state, group, beams[at].row, beams[at].num_columns)
     state.require(needs)

@@ -30,12 +30,18 @@ def sort_unmade(unmade: list[Move], run: Iterable[Order]) -> tuple[list[Move], l
     from another that cannot. What the run has written into its block afterwards is made again, too. A memory may name
     parts of what was ordered.
     """
-    left: dict[Hashable, list[Move]] = {}
-    for move in unmade:
-        left.setdefault(_way(move), []).append(move)
     ordered = one_by_one(run)
-    ways = {_way(move) for move in ordered if move.source_tier == move.destination_tier}
-    lost, again = [move for move in unmade if _way(move) not in ways], list[Move]()
+    ways: dict[Hashable, list[Move]] = {}
+    for move in ordered:
+        if move.source_tier == move.destination_tier:
+            ways.setdefault(_way(move), []).append(move)
+    left: dict[Hashable, list[Move]] = {}
+    lost, again = list[Move](), list[Move]()
+    for move in unmade:
+        if any(_is_part(move, whole) for whole in ways.get(_way(move), ())):
+            left.setdefault(_way(move), []).append(move)
+        else:
+            lost.append(move)
     places, filled = written_by(lost), set[Place]()
     for move in ordered:
         parts = left.pop(_way(move), []) if _way(move) in ways else []
@@ -52,6 +58,12 @@ def _way(move: Move) -> Hashable:
     """Return from where to where a move goes, whatever it copies of that."""
     shift = move.destination_offset - move.source_offset
     return move.source_tier, move.source, move.destination_tier, move.destination, move.group, shift
+
+
+def _is_part(move: Move, whole: Move) -> bool:
+    """Say whether all rows that a move copies are among those of another one that goes the same way."""
+    end, whole_end = move.source_offset + move.num_tokens, whole.source_offset + whole.num_tokens
+    return whole.source_offset <= move.source_offset and end <= whole_end
 
 
 def forget_unmade(state: CacheState, moves: list[Move]) -> list[Sequence]:

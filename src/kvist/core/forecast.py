@@ -2,8 +2,9 @@
 
 With full attention alone counts are enough, and exact, because it does not matter to them what is evicted on the way:
 an admitted prompt takes as many blocks out of the free and evictable ones as it needs, less those of its cached prefix
-that somebody else holds already. With windows and states it does matter, since a shorter hit takes more blocks; so
-there the calls are tried out on a copy of the manager's state.
+that somebody else holds already. With windows and states it does matter, since a shorter hit takes more blocks, and
+beams that wait for a prompt inherit what its sequence has; so there the calls are tried out on a copy of the manager's
+state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvist.core import admission, branches, growth
+from kvist.core import admission, branches, growth, resuming
 from kvist.core.arguments import as_count, check_namespace, check_num_beams
 from kvist.core.extents import Extent, Namespace
 from kvist.core.identity import UNKNOWN, Media
@@ -63,10 +64,10 @@ class Forecast:
     """
 
     def __init__(self, state: CacheState) -> None:
-        self._state = state
+        self._real = self._state = state
         self._free_blocks = state.num_free_blocks
         self._free_rows = state.rows.num_free
-        self._released: set[int] = set()
+        self._released: set[Sequence] = set()
         self._ended_holds: dict[int, int] = {}
         self._claimed: dict[int, int] = {}
         self._added_tokens: dict[int, int] = {}
@@ -89,11 +90,12 @@ class Forecast:
 
     def release(self, sequence: Sequence) -> Self:
         """Suppose that a sequence is freed."""
-        state, rows = self._state, self._state.rows
-        rows.check_running(sequence, "release")
-        if sequence.row in self._released:
-            raise SequenceError(f"release: {sequence!r} is released in this forecast already")
-        self._released.add(sequence.row)
+        rows = self._state.rows
+        self._check(sequence, "release")
+        self._released.add(sequence)
+        self._steps.append(Step("release", None, {"sequence": sequence}))
+        if resuming.is_suspended(self._real, sequence):  # it has nothing
+            return self
         self._free_rows += 1
         own = rows.num_blocks.item(sequence.row) - rows.num_published.item(sequence.row)
         self._free_blocks += own + self._added_blocks(sequence, 0)
@@ -104,8 +106,7 @@ class Forecast:
                 break
             self._free_blocks += extent.num_blocks - self._claimed.get(id(extent), 0)
             extent = extent.parent
-        assert self.free_blocks <= state.pools[0].num_blocks
-        self._steps.append(Step("release", None, {"sequence": sequence}))
+        assert self.free_blocks <= self._state.pools[0].num_blocks
         return self
 
     def add(
@@ -196,9 +197,8 @@ class Forecast:
 
     def append(self, sequence: Sequence, tokens: int | Tokens = 1) -> Self:
         """Suppose that a running sequence gets more tokens: these, or so many."""
+        self._check(sequence, "append")
         self._state.rows.check_running(sequence, "append")
-        if sequence.row in self._released:
-            raise SequenceError(f"append: {sequence!r} is released in this forecast")
         added = self._added_tokens.get(sequence.row, 0)
         known = tokens if isinstance(tokens, int) else as_token_array(tokens).copy()
         n = _num_tokens(known)
@@ -226,6 +226,12 @@ class Forecast:
         path = [(extent, extent.num_blocks) for extent in match.extent.path()]
         return path if match.child is None else [*path, (match.child, match.child_blocks)]
 
+    def _check(self, sequence: Sequence, call: str) -> None:
+        if call != "release" or not resuming.is_suspended(self._real, sequence):
+            self._real.rows.check_live(sequence, call)
+        if sequence in self._released:
+            raise SequenceError(f"{call}: {sequence!r} is released in this forecast already")
+
     def _num_held(self, extent: Extent, num_blocks: int) -> int:
         return num_blocks if self._is_held(extent) else min(num_blocks, self._claimed.get(id(extent), 0))
 
@@ -250,12 +256,12 @@ class Forecast:
 
 
 class TriedForecast(Forecast):
-    """A what-if over a manager with several groups, or with windows or states: it works on a copy of everything."""
+    """A what-if where counts are not enough: it works on a copy of everything."""
 
     def __init__(self, state: CacheState) -> None:
         state.settle()
         self._real = self._state = state
-        self._released: set[int] = set()
+        self._released: set[Sequence] = set()
         self._steps: list[Step] = []
 
     def _own(self) -> CacheState:
@@ -277,19 +283,21 @@ class TriedForecast(Forecast):
     def release(self, sequence: Sequence) -> Self:
         """Suppose that a sequence is freed."""
         self._check(sequence, "release")
-        self._own()
-        ours = self._state.rows.sequence_at(sequence.row)
+        self._released.add(sequence)
+        self._steps.append(Step("release", None, {"sequence": sequence}))
+        if resuming.is_suspended(self._real, sequence):
+            return self
+        ours = self._own().rows.sequence_at(sequence.row)
         if ours._beams is not None:
             branches.leave_beams(self._state, ours)
-        self._released.add(sequence.row)
         self._state.end(ours, publish=True)
-        self._steps.append(Step("release", None, {"sequence": sequence}))
         return self
 
     def append(self, sequence: Sequence, tokens: int | Tokens = 1) -> Self:
         """Suppose that a running sequence gets more tokens: these, or so many."""
         self._check(sequence, "append")
         ours = self._own().rows.sequence_at(sequence.row)
+        self._state.rows.check_running(ours, "append")
         known = tokens if isinstance(tokens, int) else as_token_array(tokens).copy()
         n = _num_tokens(known)
         batch = self._state.rows.batch([ours], "append")
@@ -322,11 +330,6 @@ class TriedForecast(Forecast):
         needs = admission.prompt_needs(state, num_tokens, num_cached, asked.num_beams, asked.num_encoder_tokens)
         state.require(needs, match)
 
-    def _check(self, sequence: Sequence, call: str) -> None:
-        self._real.rows.check_running(sequence, call)
-        if sequence.row in self._released:
-            raise SequenceError(f"{call}: {sequence!r} is released in this forecast")
-
 
 def _num_tokens(tokens: int | TokenArray) -> int:
     return as_count(tokens, "tokens") if isinstance(tokens, int) else len(tokens)
@@ -334,4 +337,5 @@ def _num_tokens(tokens: int | TokenArray) -> int:
 
 def forecast_of(state: CacheState) -> Forecast:
     """Return a what-if over a manager's state."""
-    return Forecast(state) if state.is_plain and state.lower is None else TriedForecast(state)
+    counts_are_enough = state.is_plain and state.lower is None and not state.rows.num_waiting
+    return Forecast(state) if counts_are_enough else TriedForecast(state)

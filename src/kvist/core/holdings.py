@@ -111,6 +111,19 @@ def _shared(state: CacheState, group: SpannedGroup, row: int) -> NDArray[np.int3
     return _without_holes(rows.block_table[index, row], 0, published, first, span.num_sink_blocks)
 
 
+def num_growing_from(state: CacheState, row: int, column: int) -> list[int]:
+    """Count a row's blocks by pool from a column on, in the groups that grow without bound.
+
+    Windows may have fewer columns than the row while a prompt is computed in chunks.
+    """
+    counts = [0] * len(state.pools)
+    if state.has_full:
+        counts[0] = max(state.rows.blocks_of[row] - column, 0)
+    for group in state.sliding:
+        counts[state.pool_of[group.index]] += max(state.rows.ends_of[group.index][row] - column, 0)
+    return counts
+
+
 def give_own(state: CacheState, row: int, keep: int) -> None:
     """Give back a row's own blocks from column `keep` on, in all groups whose tables grow but the full one.
 

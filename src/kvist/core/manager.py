@@ -664,7 +664,8 @@ class CacheCore:
     def blocks_needed_next_step(self, sequence: Sequence, lookahead: int = 1, *, num_draft_tokens: int = 0) -> int:
         """Count the blocks, of all groups, that the sequence must be given for its next `lookahead` steps.
 
-        Each step adds a token and `num_draft_tokens` drafts; nothing is needed beyond `max_sequence_length`.
+        Each step adds a token and `num_draft_tokens` drafts; nothing is needed beyond `max_sequence_length`. What
+        windows still need for the chunks of its prompt is not counted.
         """
         self._state.rows.check_running(sequence, "blocks_needed_next_step")
         num_added = as_count(lookahead, "lookahead") * (1 + as_count(num_draft_tokens, "num_draft_tokens"))
@@ -675,9 +676,12 @@ class CacheCore:
 
         Blocks that fall out of a window on the way, and so come back, are not subtracted.
         """
-        self._state.rows.check_running(sequence, "blocks_needed_to_completion")
+        state, rows = self._state, self._state.rows
+        rows.check_running(sequence, "blocks_needed_to_completion")
         total = sequence.num_prompt_tokens + as_count(max_new_tokens, "max_new_tokens")
-        return self._num_missing_blocks(sequence, total)
+        ends = [rows.ends_of[group.index][sequence.row] for group in state.sliding]
+        num_of_chunks: int = sum(max(sequence.num_columns - end, 0) for end in ends)
+        return num_of_chunks + self._num_missing_blocks(sequence, total)
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         state, have = self._state, sequence.num_columns

@@ -68,7 +68,13 @@ def _evict_tails(tree: PrefixTree, pool: BlockPool, groups: list[SpannedGroup], 
 
 
 def evict_positions(tree: PrefixTree, num_blocks: int) -> int:
-    """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number."""
+    """Evict about so many blocks, of all groups, by whole positions in the policy's order; returns the number.
+
+    Positions without blocks go on the way to others, but not where there is no block to be had.
+    """
+    pools = [*tree.groups_of] if tree.full_pool is None else [tree.full_pool, *tree.groups_of]
+    if tree.spanned and not any(map(tree.evictable_in, pools)):
+        return 0
     if tree.expiries.entries:
         tree.expire_priorities()
     tree.reason = ASKED_FOR

@@ -86,9 +86,12 @@ def rewind_published(state: CacheState, sequence: Sequence, left: int) -> None:
     num_computed = rows.computed_of[row]
     rows.computed_of[row] = min(num_computed, left)  # first, or what it goes on from slides out while room is made
     if inside and sequence._extent.references > 1:
-        had = zip(state.needs_between(boundary, boundary + 1), _num_unpublished(state, row), strict=True)
+        own = holdings.num_growing_from(state, row, rows.published_of[row])
+        for group in state.rings:
+            own[state.pool_of[group.index]] += max(rows.ends_of[group.index][row] - rows.published_of[row], 0)
+        needs = zip(state.needs_between(boundary, boundary + 1), own, strict=True)
         try:
-            state.require([max(needed - own, 0) for needed, own in had])
+            state.require([max(needed - had, 0) for needed, had in needs])
         except OutOfBlocks:
             rows.computed_of[row] = num_computed
             raise
@@ -111,16 +114,6 @@ def rewind_published(state: CacheState, sequence: Sequence, left: int) -> None:
     if inside:
         state.fill(row, boundary, boundary + 1)
         state.order_column_moves(sources, boundary, row, inside)
-
-
-def _num_unpublished(state: CacheState, row: int) -> list[int]:
-    """Count the blocks by pool that a row has behind those that it has published, which may be none in a window."""
-    num_own = [0] * len(state.pools)
-    if state.has_full:
-        num_own[0] = state.rows.blocks_of[row] - state.rows.published_of[row]
-    for group in state.linear:
-        num_own[state.pool_of[group.index]] += len(holdings.held_blocks(state, group, row)[1])
-    return num_own
 
 
 def extent_ending_at(state: CacheState, sequence: Sequence, num_blocks: int) -> Extent:
