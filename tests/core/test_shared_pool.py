@@ -135,3 +135,18 @@ def test_counts_of_each_group_add_up_and_never_fall_below_nothing():
     groups = manager.stats().groups
     assert [group.num_allocated_blocks for group in groups] == [40, 40]
     assert sum(group.num_new_blocks for group in groups) == 8
+
+
+@pytest.mark.parametrize("num_tokens", range(3, 14, 2))
+def test_a_fork_copies_blocks_of_windows_beyond_the_end_of_a_ring(num_tokens):
+    """Whichever ids the blocks have: a ring has no block there that could be the source of another group."""
+    manager = shared([sliding(1), chunked(2)], num_blocks=(3, 3), ring=True, partial_reuse=False)
+    sequence = computed(manager, [1])
+    for _ in range(num_tokens - 1):
+        manager.append([sequence], [1])
+        manager.commit([sequence])
+    (fork,) = manager.fork(sequence)
+    manager.check()
+    copied = {(move.group, move.source): move.destination for move in manager.take_moves()}
+    column = num_tokens // 2
+    assert copied[1, sequence.group_blocks(1).item(column)] == fork.group_blocks(1).item(column)

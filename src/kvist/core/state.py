@@ -531,13 +531,14 @@ class CacheState:
         if self.copies is not None:
             self.copies.committed(extent, first, end)
 
-    def _keep_sources(self, source_blocks: Blocks, column: int, row: int) -> None:
+    def _keep_sources(self, source_blocks: Blocks, column: int, row: int, groups: list[SpannedGroup]) -> None:
         """Let groups that draw from one pool exchange new blocks, so that each gets its own source if that is one.
 
         Sources may have been evicted for this very column: then a copy into one group's must not destroy another's.
         """
-        growing = [*([0] if self.has_full else []), *(group.index for group in self.linear)]
-        table = self.rows.block_table
+        table, ends_of = self.rows.block_table, self.rows.ends_of
+        filled = [group.index for group in groups if column < ends_of[group.index][row]]  # a ring has no such column
+        growing = [0, *filled] if self.has_full else filled
         for group in growing:
             source = source_blocks.item(group)
             for other in growing:
@@ -550,12 +551,12 @@ class CacheState:
         self, source_blocks: Blocks, column: int, row: int, num_tokens: int, *, skip_rings: bool = False
     ) -> None:
         """Order copies of the first tokens of a block in each group, `source_blocks` `[groups]`, to a row's column."""
-        table = self.rows.block_table
+        table, groups = self.rows.block_table, self.sliding if skip_rings else self.linear
         if len(self.pools) < len(self.spans):
-            self._keep_sources(source_blocks, column, row)
+            self._keep_sources(source_blocks, column, row, groups)
         if self.has_full:
             self.order_move(source_blocks.item(0), table.item(0, row, column), num_tokens)
-        for group in self.sliding if skip_rings else self.linear:
+        for group in groups:
             index = group.index
             self.order_move(source_blocks.item(index), table.item(index, row, column), num_tokens, index)
 
