@@ -165,7 +165,8 @@ class StateSpec:
         if not isinstance(each, str) and (not isinstance(each, Sequence) or len(each) != len(shapes)):
             return [f"{name}: dtype is {each!r}, must be a dtype's name, or one for each of {len(shapes)} shapes"]
         known = tuple(DTYPE_BYTES)
-        found = [problem for dtype in dict.fromkeys(self.dtypes) for problem in _dtype_problems(name, dtype, known)]
+        told = [problem for dtype in self.dtypes for problem in _dtype_problems(name, dtype, known)]
+        found = list(dict.fromkeys(told))
         if self.checkpoint_tokens is not None and not _positive(self.checkpoint_tokens):
             found.append(f"{name}: checkpoint_tokens is {self.checkpoint_tokens!r}, must be a positive int or None")
         return found

@@ -42,7 +42,7 @@ def lose(manager, group, column):
     lost = 0
     for extent in manager._state.tree.extents():
         if extent.start <= column < extent.start + extent.num_blocks:
-            lost += spanned._take(extent, np.array([column - extent.start]), 1)
+            lost += spanned._take(extent, np.array([column - extent.start]), 1, "made room")
     assert lost
 
 

@@ -269,6 +269,7 @@ def test_the_dtypes_of_a_state_are_named_as_torch_names_them():
     (problem,) = problems([StateSpec([(2,), (3,)], ["float32", "complex64"])])
     assert problem.startswith("layers[0]: dtype is 'complex64', must be one of float32, float16")
     assert len(problems([StateSpec([(2,), (3,)], "complex64")])) == 1
+    assert problems([StateSpec([(2,)], [[]])])[0].startswith("layers[0]: dtype is [], must be one of float32")
 
 
 def test_checkpoints_are_whole_blocks_apart():

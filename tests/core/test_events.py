@@ -138,6 +138,18 @@ def test_an_eviction_says_why_and_is_one_event_for_the_tail_of_a_prefix():
     assert (removed.reason, removed.start, removed.num_blocks) == ("asked for", 2, 2)
 
 
+def test_removals_merge_whatever_happens_to_other_namespaces_in_between():
+    manager = told(num_blocks=6)
+    serve(manager, range(16), namespace=("a tenant",))
+    manager.events.poll()
+    manager.evict(1)
+    serve(manager, range(100, 104), namespace=("another",))
+    manager.evict(1)
+    first, second = manager.events.poll()
+    assert kinds([first, second]) == ["Removed", "Stored"]
+    assert (first.start, first.num_blocks) == (2, 2)
+
+
 def test_removals_do_not_merge_across_other_events():
     manager = told(num_blocks=6)
     serve(manager, range(16))

@@ -108,7 +108,7 @@ def lost(manager, columns, group=0):
     """Let the device lose blocks of the only extent that a group with a window or states has."""
     spanned = manager._state.spanned[group]
     [extent] = manager._state.tree.extents()
-    assert spanned._take(extent, np.array(columns), len(columns)) == len(columns)
+    assert spanned._take(extent, np.array(columns), len(columns), "made room") == len(columns)
 
 
 def test_windows_that_the_device_has_lost_are_asked_for_with_what_comes_next_and_without():

@@ -162,7 +162,7 @@ def evicted(manager, num_blocks):
     """Let the first group that is short lose so many blocks; which columns of the only extent have lost theirs."""
     [group] = manager._state.spanned
     manager.stats()
-    assert group.take_spare(num_blocks) <= num_blocks
+    assert group.take_spare(num_blocks, "made room") <= num_blocks
     [extent] = manager._state.tree.extents()
     return np.flatnonzero(extent.blocks[group.index] < 0).tolist()
 
@@ -196,7 +196,7 @@ def test_blocks_that_somebody_has_in_span_are_not_spare():
     running = manager.add_sequence([*range(8), 99])
     held = running.group_blocks(0)[1:4].tolist()
     [group] = manager._state.spanned
-    group.take_spare(100)
+    group.take_spare(100, "made room")
     left = {block for extent in manager._state.tree.extents() for block in extent.blocks[0].tolist()}
     assert set(held) <= left
     manager.check()
@@ -208,7 +208,7 @@ def test_what_matters_least_goes_by_priority_then_by_last_use():
         cached(manager, range(start, start + 12))
     manager.free(manager.add_sequence([*range(12), 99]))
     [group] = manager._state.spanned
-    group.take_spare(1)
+    group.take_spare(1, "made room")
     holes = {int(np.frombuffer(extent.tokens, np.int32)[0]): (extent.blocks < 0).any() for extent in _extents(manager)}
     assert holes == {0: False, 100: True, 200: False}
 

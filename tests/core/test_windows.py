@@ -357,6 +357,19 @@ def test_nothing_is_accepted_at_a_position_whose_block_a_window_was_never_given(
     manager.check()
 
 
+def test_what_a_part_of_a_block_moves_out_of_span_goes_back_at_once():
+    """Else it would go when some other sequence commits, and a tenant could see that one did."""
+    manager = grouped([FULL, sliding(4)], block_size=2, num_blocks=8, partial_reuse=True, event_buffer=64)
+    cached(manager, [1, 2, 3, 4, 5, 6])
+    sequence = manager.add_sequence([1, 2, 3, 4, 5, 9])
+    assert sequence.num_cached_tokens == 5
+    manager.events.poll()
+    assert manager.evict(8) == 3
+    assert {event.reason for event in manager.events.poll()} == {"asked for"}
+    assert tables(manager, sequence)[1][0] == -1
+    manager.check()
+
+
 def test_where_no_block_can_be_evicted_what_needs_none_stays():
     manager = grouped([chunked(2)], block_size=2, num_blocks=4)
     sequence = computed(manager, [1, 2])

@@ -80,6 +80,7 @@ ODD = st.sampled_from(
         {"array": ["<i4", "u1", [2**40], "AQI="]},
         {"array": ["O", "O", [1], "AQI="]},
         {"array": ["<U2147483647", "u1", [2], "AQI="]},
+        {"array": ["9" * 5000, "<i8", [1], "AAAAAAAAAAA="]},
         {"range": [0, 2**62, 1]},
         {"range": [0, 9, 0]},
         {"typed": ["u", ""]},

@@ -630,7 +630,7 @@ def lose(machine, columns):
     [spanned] = machine.manager._state.spanned
     [extent] = machine.manager._state.tree.extents()
     at = np.array([column for column in columns if extent.blocks[spanned.index, column] >= 0])
-    assert spanned._take(extent, at, len(at)) == len(at)
+    assert spanned._take(extent, at, len(at), "made room") == len(at)
     machine.manager.check()
 
 
@@ -676,7 +676,7 @@ def lose_some(machine, chance):
         if extent.parent is not None and chance.random() < 0.5:
             columns = np.flatnonzero(extent.blocks[group.index] >= 0)
             num_lost = group._take(
-                extent, np.sort(np.array(chance.sample(columns.tolist(), len(columns) // 2), int)), len(columns)
+                extent, np.sort(np.array(chance.sample(columns.tolist(), len(columns) // 2), int)), len(columns), "lost"
             )
             state.tree.note_evicted(num_lost)
             if extent.ticket:
@@ -1235,7 +1235,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = [(extent, group) for extent in state.tree.extents() for group in state.spanned]
         if found:
             extent, group = found[pick % len(found)]
-            num_lost = group.take_any(extent, 1 + pick // 2)
+            num_lost = group.take_any(extent, 1 + pick // 2, "made room")
             state.tree.note_evicted(num_lost)
             if num_lost and extent.ticket:
                 state.tree.queue.withdraw(extent)

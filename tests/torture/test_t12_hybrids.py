@@ -53,7 +53,7 @@ def test_B099_B101_B147_the_longest_boundary_that_all_groups_have_is_found(seed)
             elif chance.random() < 0.35:
                 for extent in manager._state.tree.extents():
                     if extent.start <= column < extent.start + extent.num_blocks:
-                        spanned._take(extent, np.array([column - extent.start]), 1)
+                        spanned._take(extent, np.array([column - extent.start]), 1, "made room")
                 present[at].discard(column)
     for shared in range(1, 41):
         boundaries = [

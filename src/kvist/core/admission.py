@@ -311,6 +311,7 @@ def _note_cached(
         else:
             state.order_column_moves(sources, num_reused, sequence.row, match.num_partial_tokens)
         state.rows.computed_of[sequence.row] += match.num_partial_tokens
+        state.note_committed(sequence.row, state.rows.computed_of[sequence.row])
     if sequence.retention is not None and num_reused:
         _keep_reused(state, sequence, num_reused)
 

@@ -26,11 +26,11 @@ def evict_in_groups(tree: PrefixTree, pool: BlockPool, wanted: int) -> None:
     groups = tree.groups_of.get(pool, [])
     for group in groups:
         if pool.num_free < wanted:
-            tree.note_evicted(group.take_spare(wanted - pool.num_free))
+            tree.note_evicted(group.take_spare(wanted - pool.num_free, tree.reason))
     if pool is not tree.full_pool:
         for group in groups:
             if pool.num_free < wanted:
-                tree.note_evicted(group.take_middles(wanted - pool.num_free))
+                tree.note_evicted(group.take_middles(wanted - pool.num_free, tree.reason))
     _evict_tails(tree, pool, groups, wanted)
     for group in groups:
         if pool.num_free < wanted:
@@ -91,7 +91,7 @@ def evict_positions(tree: PrefixTree, num_blocks: int) -> int:
     for group in groups:
         if (missing := num_blocks - sum(tree.num_evicted.values()) + before) > 0:
             wanted = group.pool.num_free + missing
-            tree.note_evicted(group.take_spare(missing))
+            tree.note_evicted(group.take_spare(missing, tree.reason))
             _take_anywhere(tree, group, wanted)
     tree.reason = MADE_ROOM
     return sum(tree.num_evicted.values()) - before
@@ -125,7 +125,7 @@ def _take_anywhere(tree: PrefixTree, group: SpannedGroup, wanted: int) -> None:
             return
         if extent.parent is None:
             continue
-        tree.note_evicted(group.take_any(extent, wanted - group.pool.num_free))
+        tree.note_evicted(group.take_any(extent, wanted - group.pool.num_free, tree.reason))
         if extent.ticket:
             tree.queue.withdraw(extent)
             tree.offer(extent)

@@ -47,6 +47,7 @@ class EventRecorder:
         widths = [span.window or span.chunk_tokens or UNBOUNDED for span in spans]
         self._order = sorted(range(len(spans)), key=lambda group: widths[group])
         self.staged: list[Event] = []
+        self._last: dict[Namespace, int] = {}
         self.overflow: Callable[[list[Event]], None] | None = None
         self._next_id = first_id
 
@@ -58,9 +59,14 @@ class EventRecorder:
     def take(self) -> list[Event]:
         """Return what has happened since the last call."""
         staged, self.staged = self.staged, []
+        self._last.clear()
         return staged
 
     def _stage(self, event: Event) -> None:
+        if isinstance(event, Stored | Removed | Moved | Updated):
+            self._last[event.run.namespace] = len(self.staged)
+        else:
+            self._last.clear()
         self.staged.append(event)
         if len(self.staged) > MAX_STAGED and self.overflow is not None:
             self.overflow(self.take())
@@ -133,14 +139,16 @@ class EventRecorder:
     def removed(self, extent: Extent, first: int, tier: str, reason: str, blocks: Blocks | None = None) -> None:
         """Note that an extent's blocks from `first` on, or those that `blocks` has there, cannot be hit any more."""
         for group, run, low, end, columns in self._parts(extent, first, blocks):
-            last = self.staged[-1] if self.staged else None
+            at = self._last.get(run.namespace)  # how others' events lie between must not be seen in one's own
+            last = None if at is None else self.staged[at]
             if (
                 isinstance(last, Removed)
                 and (last.group, last.tier, last.reason, last.run, last.first) == (group, tier, reason, run, end)
                 and columns is None
                 and last.columns is None
+                and at is not None
             ):  # the tail of a prefix goes block by block: one event
-                self.staged[-1] = Removed(last.id, self.epoch, group, tier, run, low, last.end, reason)
+                self.staged[at] = Removed(last.id, self.epoch, group, tier, run, low, last.end, reason)
                 continue
             self._stage(Removed(self._id(), self.epoch, group, tier, run, low, end, reason, columns))
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from kvist.core.copies import Copies
 from kvist.core.extents import Extent, Twins
 from kvist.core.groups import Span
-from kvist.core.losses import MADE_ROOM
 from kvist.core.pool import BlockPool
 from kvist.core.recording import EventRecorder
 from kvist.core.tokens import TOKEN_BYTES
@@ -210,7 +209,7 @@ class SpannedGroup:
             heapify(self._spare)
             self._max_spare = 2 * len(self._spare) + MIN_SWEPT
 
-    def take_spare(self, wanted: int) -> int:
+    def take_spare(self, wanted: int, reason: str) -> int:
         """Give spare blocks back to the pool, oldest extents first and from their heads; returns how many."""
         taken = 0
         self._rank_offered()
@@ -223,38 +222,38 @@ class SpannedGroup:
                 self.offer(extent, extent.start)
                 self._rank_offered()
                 continue
-            taken += self._take(extent, self.spare_columns(extent, keep_middle=True), wanted - taken)
+            taken += self._take(extent, self.spare_columns(extent, keep_middle=True), wanted - taken, reason)
             if taken >= wanted:
                 self.offer(extent, extent.start)
             else:
                 self._middles.append(extent)
         return taken
 
-    def take_middles(self, wanted: int) -> int:
+    def take_middles(self, wanted: int, reason: str) -> int:
         """Give the blocks at the middles of extents back that have no other spare ones; returns how many."""
         taken = 0
         while self._middles and taken < wanted:
             extent = self._middles.popleft()
             if extent.parent is not None:
-                taken += self._take(extent, self.spare_columns(extent, keep_middle=False), wanted - taken)
+                taken += self._take(extent, self.spare_columns(extent, keep_middle=False), wanted - taken, reason)
                 if taken >= wanted:
                     self._middles.appendleft(extent)
         return taken
 
-    def take_any(self, extent: Extent, wanted: int) -> int:
+    def take_any(self, extent: Extent, wanted: int, reason: str) -> int:
         """Give blocks of an extent back that nobody has in span, whoever may miss them; returns how many."""
-        return self._take(extent, np.flatnonzero(extent.blocks[self.index] >= 0), wanted)
+        return self._take(extent, np.flatnonzero(extent.blocks[self.index] >= 0), wanted, reason)
 
-    def _take(self, extent: Extent, columns: NDArray[np.intp], wanted: int) -> int:
+    def _take(self, extent: Extent, columns: NDArray[np.intp], wanted: int, reason: str) -> int:
         column = extent.blocks[self.index]
         free = columns[self.references[column[columns]] == 0][:wanted]
         if len(free):
             self.pool.give(column[free])
             column[free] = -1
             if self.recorder is not None:
-                self.recorder.removed_in(extent, self.index, free, "device", MADE_ROOM)
+                self.recorder.removed_in(extent, self.index, free, "device", reason)
             if self.copies is not None:
-                self.copies.drop_in(extent, self.index, free, MADE_ROOM)
+                self.copies.drop_in(extent, self.index, free, reason)
             extent.has_holes = True
             self.num_evictable -= len(free)
             if len(free) == len(columns) and extent.ticket:

@@ -6,6 +6,7 @@ Everything but numbers, text, None and lists is an object with one key that says
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable
@@ -27,6 +28,8 @@ MIN_NARROWED = 256
 """Shorter arrays are not worth a look whether fewer bytes hold them."""
 MAX_FORGOTTEN = 4096
 NOT_HERE = -1
+PLAIN_DTYPE = re.compile(r"[<>|=]?[a-zA-Z]\d{0,4}(\[\w{1,9}\])?")
+"""As `numpy.dtype.str` is; NumPy would read much more."""
 MAX_ITEM_BYTES = 1024
 """Numbers and short text: what an element of an array has at most."""
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -207,6 +210,8 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
 def _read_array(told: list[Any]) -> NDArray[Any]:
     dtype, narrow, shape, content = told
     for each in (dtype, narrow):
+        if not isinstance(each, str) or not PLAIN_DTYPE.fullmatch(each):
+            raise WireError(f"array: expected a plain dtype such as '<i8', got {str(each)[:80]!r}")
         if np.dtype(each).itemsize > MAX_ITEM_BYTES:
             raise WireError(f"array: expected elements of at most {MAX_ITEM_BYTES} bytes, got {each}")
     return np.frombuffer(b64decode(content), narrow).astype(dtype).reshape(shape)
