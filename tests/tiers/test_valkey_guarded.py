@@ -3,25 +3,18 @@
 from threading import Event, Thread
 
 import pytest
+from tests.tiers.remote import FORMAT, PATIENT, entries
 from tests.tiers.services import Valkey, needs, running
 
 from kvist.testing.stores import contents_of, key_of
 from kvist.tiers.breaker import CircuitBreaker
 from kvist.tiers.guard import GuardedStore, Limits
-from kvist.tiers.protocol import StoreFormat
 
 needs("redis")
 
 from kvist.tiers.valkey import ValkeyStore  # noqa: E402
 
-FORMAT = StoreFormat("a model", block_size=2, block_bytes=(1000,))
 KEYS = [key_of(number) for number in range(50)]
-PATIENT = 60.0
-"""Seconds: a limit that is not reached, however busy the machine."""
-
-
-def entries(keys):
-    return [(key, memoryview(contents_of(key, 1000))) for key in keys]
 
 
 def found(store, keys):

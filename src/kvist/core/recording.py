@@ -139,14 +139,13 @@ class EventRecorder:
     def removed(self, extent: Extent, first: int, tier: str, reason: str, blocks: Blocks | None = None) -> None:
         """Note that an extent's blocks from `first` on, or those that `blocks` has there, cannot be hit any more."""
         for group, run, low, end, columns in self._parts(extent, first, blocks):
-            at = self._last.get(run.namespace)  # how others' events lie between must not be seen in one's own
-            last = None if at is None else self.staged[at]
+            at = self._last.get(run.namespace, -1)  # how others' events lie between must not be seen in one's own
+            last = self.staged[at] if at >= 0 else None
             if (
                 isinstance(last, Removed)
                 and (last.group, last.tier, last.reason, last.run, last.first) == (group, tier, reason, run, end)
                 and columns is None
                 and last.columns is None
-                and at is not None
             ):  # the tail of a prefix goes block by block: one event
                 self.staged[at] = Removed(last.id, self.epoch, group, tier, run, low, last.end, reason)
                 continue
