@@ -3,7 +3,7 @@
     python scripts/kill_disk.py --kills 200 --seed 1
 
 After each kill the store must come up, serve no wrong byte, and have all that the process had been told is kept, unless
-it was evicted since. Exits 1 at the first that is not so.
+it was evicted since. Exits 1 at the first that is not so. Every other process writes past the page cache.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from hashlib import shake_128
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from kvist.tiers.disk import DiskStore
 from kvist.tiers.protocol import StoreFormat, StoreStats
@@ -27,6 +29,7 @@ NUM_SAFE = 16
 """So many of the last entries cannot have been evicted before the next ones are told to be kept."""
 
 BATCH = 4
+IO: tuple[Literal["buffered", "direct"], ...] = ("buffered", "direct")
 
 
 def key(number: int) -> bytes:
@@ -39,9 +42,9 @@ def contents(number: int) -> bytes:
     return shake_128(key(number)).digest(FORMAT.block_bytes[number // BATCH % 2])
 
 
-def write(directory: str, first: int) -> None:
+def write(directory: str, first: int, io: Literal["buffered", "direct"]) -> None:
     """Put entries for ever, and say after each batch which is the last; read and drop some."""
-    with DiskStore(directory, CAPACITY_BYTES, FORMAT) as store:
+    with DiskStore(directory, CAPACITY_BYTES, FORMAT, io=io) as store:
         print("opened", flush=True)
         for start in range(first, sys.maxsize, BATCH):
             entries = [(key(number), memoryview(contents(number))) for number in range(start, start + BATCH)]
@@ -59,9 +62,9 @@ def is_right(store: DiskStore, number: int) -> bool:
     return not store.get([key(number)], [memoryview(buffer)])[0] or buffer == contents(number)
 
 
-def kill(directory: str, first: int, delay_s: float) -> list[int]:
+def kill(directory: str, first: int, io: str, delay_s: float) -> list[int]:
     """Let a process write for a moment, kill it, and return the numbers that it said are kept."""
-    command = [sys.executable, __file__, "--write", directory, "--first", str(first)]
+    command = [sys.executable, __file__, "--write", directory, "--first", str(first), "--io", io]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         opened = process.stdout.readline()
@@ -93,8 +96,8 @@ def inspect(directory: str, lasts: Sequence[int]) -> tuple[StoreStats, int]:
 def rounds(num_kills: int, seed: int, directory: str) -> Iterator[tuple[StoreStats, int, int]]:
     """Kill so often, and give after each what the store says, how many entries were read, and how many told."""
     chance, first = random.Random(seed), 0
-    for _ in range(num_kills):
-        lasts = kill(directory, first, chance.uniform(0, 0.25))
+    for io in islice(cycle(IO), num_kills):
+        lasts = kill(directory, first, io, chance.uniform(0, 0.25))
         stats, num_read = inspect(directory, lasts)
         yield stats, num_read, len(lasts) * BATCH
         first = max(lasts, default=first - 1) + 1 + 2 * BATCH
@@ -107,9 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, printed")
     parser.add_argument("--write", metavar="DIRECTORY", help="be the process that is killed")
     parser.add_argument("--first", type=int, default=0, help="number of its first entry")
+    parser.add_argument("--io", choices=IO, default=IO[0], help="how it writes")
     options = parser.parse_args(arguments)
     if options.write:
-        write(options.write, options.first)
+        write(options.write, options.first, options.io)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     with TemporaryDirectory() as directory:
         seen = list(rounds(options.kills, seed, directory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvist.errors import ConfigError
 from kvist.sizes import parse_bytes
@@ -13,6 +13,7 @@ __all__ = ["POLICY_NAMES", "DiskTier", "HostTier", "PathLike", "RemoteTier", "St
 
 POLICY_NAMES = ("cost", "fifo", "lfu", "lru", "priority", "s3fifo", "slru")
 WRITES = ("through", "back")
+DISK_IO = ("buffered", "direct")
 MAX_PRIORITY = 100
 
 
@@ -62,10 +63,16 @@ class StoreTier:
 
 @dataclass(frozen=True, slots=True)
 class DiskTier(StoreTier):
-    """A directory that survives the process: bounded by `capacity`, bytes or text such as `"200 GiB"`."""
+    """A directory that survives the process: bounded by `capacity`, bytes or text such as `"200 GiB"`.
+
+    With `io="buffered"` the system's page cache holds what was used last, as far as it has memory. With `"direct"`
+    contents pass it by: it stays for others, and what it would not hold comes sooner. Where the file system cannot do
+    that, they go through it.
+    """
 
     directory: str | PathLike
     capacity: int | str = "1 GiB"
+    io: Literal["buffered", "direct"] = "buffered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,8 @@ def _store_problems(name: str, tier: DiskTier | RemoteTier) -> list[str]:
     directory: Any = tier.directory
     if not directory or not (isinstance(directory, str) or hasattr(directory, "__fspath__")):
         found.append(f"{name}: directory is {directory!r}, must be a path")
+    if tier.io not in DISK_IO:
+        found.append(f"{name}: io is {tier.io!r}, must be one of {', '.join(DISK_IO)}")
     try:
         parse_bytes(tier.capacity)
     except ConfigError as error:

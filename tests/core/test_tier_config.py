@@ -38,7 +38,7 @@ def test_settings_have_defaults_that_keep_everything():
     assert (host.policy, host.min_priority, host.min_hits, host.write) == ("priority", 0, 0, "back")
     for store in (disk, remote):
         assert (store.write, store.min_priority, store.min_hits, store.timeout_s) == ("through", 0, 0, 2.0)
-    assert disk.capacity == "1 GiB"
+    assert (disk.capacity, disk.io) == ("1 GiB", "buffered")
 
 
 @pytest.mark.parametrize("policy", [*POLICY_NAMES, lambda extent: extent.last_use], ids=label)
@@ -59,6 +59,8 @@ BAD = [
     ((HostTier(num_blocks=4, write="behind"),), "tiers[0]", "write is 'behind', must be one of through, back"),
     ((DiskTier("a", min_priority=200),), "tiers[0]", "min_priority"),
     ((DiskTier("a", write="sometimes"),), "tiers[0]", "'sometimes'"),
+    ((DiskTier("a", io="mapped"),), "tiers[0]", "io is 'mapped', must be one of buffered, direct"),
+    ((DiskTier("a", io=None),), "tiers[0]", "io is None, must be one of buffered, direct"),
     ((DiskTier("a", timeout_s=0),), "tiers[0]", "timeout_s is 0"),
     ((DiskTier("a", timeout_s=float("inf")),), "tiers[0]", "timeout_s is inf"),
     ((DiskTier("a", timeout_s=True),), "tiers[0]", "timeout_s is True"),

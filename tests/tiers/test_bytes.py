@@ -180,11 +180,11 @@ class Machine:
         self.manager.close()
 
 
-def config_of(kind, dtype, order, remote, directory, write):
+def config_of(kind, dtype, order, remote, directory, write, io="buffered"):
     return CacheConfig(
         LAYERS[kind](dtype), SIZE, [9, 9][: 1 + (kind != "full")], max_sequences=4, max_sequence_length=40,
         storage_order=order, model="an imagined one", partial_reuse=kind != "states",
-        tiers=[HostTier(num_blocks=5, write=write), DiskTier(directory, "4 MiB", timeout_s=PATIENT), remote],
+        tiers=[HostTier(num_blocks=5, write=write), DiskTier(directory, "4 MiB", io, timeout_s=PATIENT), remote],
     )  # fmt: skip
 
 
@@ -212,13 +212,18 @@ ALL_PATHS = [
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12)
-@example(kind="full", write="back", calls=ALL_PATHS)
-@example(kind="windows", write="through", calls=ALL_PATHS)
-@example(kind="states", write="back", calls=ALL_PATHS)
-@given(kind=st.sampled_from(list(LAYERS)), write=st.sampled_from(("back", "through")), calls=CALLS)
-def test_bytes_are_what_they_were_whatever_path_they_took(dtype, order, kind, write, calls, tmp_path_factory):
+@example(kind="full", write="back", io="direct", calls=ALL_PATHS)
+@example(kind="windows", write="through", io="buffered", calls=ALL_PATHS)
+@example(kind="states", write="back", io="direct", calls=ALL_PATHS)
+@given(
+    kind=st.sampled_from(list(LAYERS)),
+    write=st.sampled_from(("back", "through")),
+    io=st.sampled_from(("buffered", "direct")),
+    calls=CALLS,
+)
+def test_bytes_are_what_they_were_whatever_path_they_took(dtype, order, kind, write, io, calls, tmp_path_factory):
     KEPT.clear()
-    machine = Machine(config_of(kind, dtype, order, in_process(), tmp_path_factory.mktemp("blocks"), write))
+    machine = Machine(config_of(kind, dtype, order, in_process(), tmp_path_factory.mktemp("blocks"), write, io))
     machine.run(calls)
     if calls is ALL_PATHS:
         assert machine.num_cached >= 40

@@ -18,12 +18,12 @@ TORN = [0.0, 0.01, 0.5, 0.99, 1.0]
 class Life:
     """What a process does with a store until it crashes; `held` and `dropped` are what it was told for certain."""
 
-    def __init__(self, directory, files):
-        self.directory, self.files = directory, files
+    def __init__(self, directory, files, io="buffered"):
+        self.directory, self.files, self.io = directory, files, io
         self.held, self.dropped = set(), set()
 
     def run(self):
-        with opened(self.directory, CAPACITY, PAIR, files=self.files) as store:
+        with opened(self.directory, CAPACITY, PAIR, io=self.io, files=self.files) as store:
             for number in range(8):
                 self.put(store, number, number + 1)
             self.put(store, 20, 21, size=5000)
@@ -47,10 +47,10 @@ class Life:
         self.dropped = names
 
 
-def crashed(directory, **how):
+def crashed(directory, io="buffered", **how):
     """Live until the crash, if there is one; the files of the dead are closed."""
     files = FaultyFiles(**how)
-    life = Life(directory, files)
+    life = Life(directory, files, io)
     try:
         life.run()
     except Crash:
@@ -76,20 +76,21 @@ def check(life, *, with_power=True):
         assert store.stats().num_errors == 0
 
 
-def num_changes():
+def num_changes(io):
     """How many moments there are to crash at."""
     with TemporaryDirectory() as directory:
-        return crashed(directory).files.num_changes
+        return crashed(directory, io).files.num_changes
 
 
-NUM_CHANGES = num_changes()
+NUM_CHANGES = num_changes("buffered")
 
 
+@pytest.mark.parametrize("io", ["buffered", "direct"])
 @pytest.mark.parametrize("torn", TORN)
-def test_a_crash_at_each_change_loses_only_what_was_not_yet_written(tmp_path, torn):
+def test_a_crash_at_each_change_loses_only_what_was_not_yet_written(tmp_path, torn, io):
     assert NUM_CHANGES > 60
-    for crash_at in range(NUM_CHANGES):
-        life = crashed(tmp_path / str(crash_at), crash_at=crash_at, torn=torn)
+    for crash_at in range(num_changes(io)):
+        life = crashed(tmp_path / str(crash_at), io, crash_at=crash_at, torn=torn)
         assert life.files.is_dead
         check(life)
 

@@ -1,14 +1,17 @@
 """Blocks that are moved in parts, and calls that two threads share: whole, checked and in order as small ones are."""
 
 import errno
+import mmap
+import os
 from collections import deque
 from threading import Event, Thread, get_ident
 
+import numpy as np
 import pytest
 from tests.tiers.disks import found, key, num_bytes, opened, put, room, segments
 
 from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
-from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES
+from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES, huge_page
 from kvist.tiers.disk.segments import Geometry
 from kvist.tiers.disk.sharing import Helper
 from kvist.tiers.disk.traffic import SHARED_BYTES
@@ -17,6 +20,7 @@ from kvist.tiers.protocol import StoreFormat
 PADDED = 2 * PART_BYTES + 100
 PAGED = 3 * PART_BYTES
 VAST = DIRECT_PART_BYTES + PART_BYTES
+VAST_PADDED = VAST + 100
 QUARTER = SHARED_BYTES // 4
 
 
@@ -25,7 +29,7 @@ def format_of(size):
 
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])
-@pytest.mark.parametrize("size", [PADDED, PAGED, VAST])
+@pytest.mark.parametrize("size", [PADDED, PAGED, VAST, VAST_PADDED])
 def test_blocks_larger_than_a_part_come_back_whole_now_and_after_a_restart(tmp_path, size, io):
     with opened(tmp_path, room(4, size), format_of(size), io=io) as store:
         assert put(store, 1, 2, 3, size=size) == 3
@@ -46,30 +50,61 @@ def test_a_large_block_that_is_written_later_leaves_its_neighbour_as_it_is(tmp_p
         assert len(segments(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("offset", [0, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES, PADDED - 1])
-def test_a_flipped_bit_in_any_part_is_a_miss(tmp_path, offset):
-    with opened(tmp_path, room(2, PADDED), format_of(PADDED)) as store:
-        put(store, 1, size=PADDED)
+@pytest.mark.parametrize(
+    ("io", "size", "offset"),
+    [("buffered", PADDED, offset) for offset in (0, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES, PADDED - 1)]
+    + [("direct", VAST_PADDED, offset) for offset in (0, DIRECT_PART_BYTES - 1, DIRECT_PART_BYTES, VAST_PADDED - 1)],
+)
+def test_a_flipped_bit_in_any_part_is_a_miss(tmp_path, io, size, offset):
+    with opened(tmp_path, room(2, size), format_of(size), io=io) as store:
+        put(store, 1, size=size)
     (path,) = segments(tmp_path)
     data = bytearray(path.read_bytes())
     data[Geometry.parse(path.name).slot_offset(0) + offset] ^= 1
     path.write_bytes(data)
-    with opened(tmp_path, room(2, PADDED), format_of(PADDED)) as store:
-        assert found(store, 1, size=PADDED) == []
+    with opened(tmp_path, room(2, size), format_of(size), io=io) as store:
+        assert found(store, 1, size=size) == []
         assert store.stats().num_corrupt == 1
 
 
-@pytest.mark.parametrize("skip", [0, 1, 2])
-def test_a_part_that_cannot_be_written_or_read_is_that_block_only(tmp_path, skip):
+@pytest.mark.parametrize("lost", [1, 4096, PART_BYTES, VAST])
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_block_whose_end_is_cut_off_while_the_store_is_open_is_a_miss(tmp_path, io, lost):
+    with opened(tmp_path, room(2, VAST), format_of(VAST), io=io) as store:
+        put(store, 1, size=VAST)
+        (path,) = segments(tmp_path)
+        os.truncate(path, Geometry.parse(path.name).slot_offset(0) + VAST - lost)
+        assert found(store, 1, size=VAST) == []
+        assert store.stats().num_corrupt == 1
+
+
+@pytest.mark.parametrize(
+    ("io", "size", "skip"),
+    [("buffered", PADDED, skip) for skip in (0, 1, 2)] + [("direct", VAST_PADDED, skip) for skip in (0, 1)],
+)
+def test_a_part_that_cannot_be_written_or_read_is_that_block_only(tmp_path, io, size, skip):
     files = FaultyFiles()
-    with opened(tmp_path, room(4, PADDED), format_of(PADDED), files=files) as store:
+    with opened(tmp_path, room(4, size), format_of(size), io=io, files=files) as store:
         files.faults.append(Fault("write", errno.EIO, skip=skip))
-        assert put(store, 1, size=PADDED) == 0
-        assert found(store, 1, size=PADDED) == []
-        assert put(store, 1, size=PADDED) == 1
+        assert put(store, 1, size=size) == 0
+        assert found(store, 1, size=size) == []
+        assert put(store, 1, size=size) == 1
         files.faults.append(Fault("read", errno.EIO, skip=skip))
-        assert found(store, 1, size=PADDED) == []
+        assert found(store, 1, size=size) == []
         assert store.stats().num_errors == 2
+
+
+@pytest.mark.parametrize("refusal", [None, OSError(errno.EINVAL, "no huge pages")])
+def test_direct_reads_and_writes_go_through_a_page_of_huge_alignment_or_small_ones(monkeypatch, refusal):
+    class Pages(mmap.mmap):
+        def madvise(self, *_):
+            if refusal is not None:
+                raise refusal
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    page = huge_page()
+    assert len(page) == DIRECT_PART_BYTES
+    assert np.frombuffer(page, np.uint8).__array_interface__["data"][0] % DIRECT_PART_BYTES == 0
 
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])

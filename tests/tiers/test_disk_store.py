@@ -15,6 +15,7 @@ from tests.tiers.disks import PAGES, PAIR, TINY, contents, entry, found, key, nu
 from kvist.errors import ArgumentError, ConfigError
 from kvist.testing.faulty_files import FaultyFiles
 from kvist.tiers.disk import checksums
+from kvist.tiers.disk.files import Files
 from kvist.tiers.disk.segments import Geometry
 from kvist.tiers.protocol import Store, StoreFormat
 
@@ -282,14 +283,30 @@ def test_without_xxhash_a_directory_gets_crc32_and_one_with_xxh3_is_refused(tmp_
         assert found(store, 1) == [1]
 
 
-def test_where_direct_io_is_not_possible_it_goes_through_the_page_cache(tmp_path):
-    class NoDirect(FaultyFiles):
-        def open(self, name, *, direct=False):
-            if direct:
-                raise OSError(22, "no direct I/O here")
-            return super().open(name)
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_where_direct_io_is_not_possible_it_goes_through_the_page_cache(tmp_path, refused):
+    class NoDirect(Files):
+        direct = None
 
-    with opened(tmp_path, io="direct", files=NoDirect()) as store:
+        def open(self, name, *, direct=False):
+            if direct and refused == "open":
+                raise OSError(22, "no direct I/O here")
+            file = super().open(name)
+            self.direct = file if direct else self.direct
+            return file
+
+        def write(self, file, buffers, offset):
+            if file == self.direct:
+                raise OSError(22, "no direct I/O here")
+            return super().write(file, buffers, offset)
+
+        def close(self, file):
+            self.direct = None if file == self.direct else self.direct
+            super().close(file)
+
+    files = NoDirect()
+    with opened(tmp_path, io="direct", files=files) as store:
+        assert files.direct is None
         assert not store.is_direct
         assert put(store, 1) == 1
         assert found(store, 1) == [1]

@@ -10,6 +10,7 @@ from tests.tiers.hanging import PATIENT, HangingStore
 from kvist import ConfigError, DiskTier, RemoteTier
 from kvist.testing.stores import contents_of, key_of
 from kvist.tiers import stack as module
+from kvist.tiers.disk import DiskStore
 from kvist.tiers.protocol import StoreFormat
 from kvist.tiers.simulated import Conditions, SimulatedStore
 from kvist.tiers.stack import HERE, NOWHERE, Coming, StoreStack, open_stack
@@ -452,6 +453,20 @@ def test_stores_are_named_disk_or_by_their_scheme_and_told_apart(tmp_path):
     stack = open_stack(tiers, FORMAT)
     assert stack.names == ["disk", "memory", "disk 2", "memory 3"]
     stack.close()
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_directory_is_written_as_its_tier_says(tmp_path, monkeypatch, io):
+    told = []
+
+    class ToldStore(DiskStore):
+        def __init__(self, *arguments, io):
+            told.append(io)
+            super().__init__(*arguments, io=io)
+
+    monkeypatch.setattr("kvist.tiers.disk.DiskStore", ToldStore)
+    open_stack([DiskTier(tmp_path, "1 MiB", io)], FORMAT).close()
+    assert told == [io]
 
 
 def test_a_store_that_cannot_be_opened_closes_those_that_were():

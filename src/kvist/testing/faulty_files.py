@@ -60,6 +60,8 @@ class FaultyFiles(Files):
     `faults` strike in turn. A crash comes at the change (allocation, write, sync, rename, removal, new file) of number
     `crash_at`, counted from 0: of a write, `torn` of its bytes, from 0 to 1, are in the file then, and all later calls
     crash as well. `num_changes` says how many there were. `bury` closes what a dead process would leave open.
+
+    What is opened for direct I/O goes through the page cache all the same, so that writes may be torn at any byte.
     """
 
     def __init__(self, *faults: Fault, crash_at: int | None = None, torn: float = 0.0) -> None:
@@ -115,7 +117,12 @@ class FaultyFiles(Files):
     def open(self, name: str, *, direct: bool = False) -> int:
         """Open a file, or fail."""
         self._struck("open_direct" if direct else "open")
-        return self._opened(super().open(name, direct=direct))
+        file = self._opened(super().open(name, direct=direct))
+        if direct:
+            from fcntl import F_GETFL, F_SETFL, fcntl  # not on Windows, where `enter` has refused
+
+            fcntl(file, F_SETFL, fcntl(file, F_GETFL) & ~os.O_DIRECT)
+        return file
 
     def allocate(self, file: int, num_bytes: int) -> None:
         """Reserve room, or fail."""

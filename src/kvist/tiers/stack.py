@@ -424,5 +424,5 @@ def _opened(tier: DiskTier | RemoteTier, format: StoreFormat) -> Store:
     if isinstance(tier, DiskTier):
         from kvist.tiers.disk import DiskStore
 
-        return DiskStore(fspath(tier.directory), parse_bytes(tier.capacity), format)
+        return DiskStore(fspath(tier.directory), parse_bytes(tier.capacity), format, io=tier.io)
     return open_store(tier.url, format, timeout_s=tier.timeout_s)

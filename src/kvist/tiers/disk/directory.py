@@ -135,9 +135,10 @@ class Directory:
         try:
             self.files.close(self.files.create(PROBE))
             file = self.files.open(PROBE, direct=True)
-            with mmap.mmap(-1, mmap.PAGESIZE) as page:
-                self.files.write(file, [memoryview(page)], 0)
-            self.files.close(file)
+            try:
+                self.files.write(file, [memoryview(mmap.mmap(-1, mmap.PAGESIZE))], 0)
+            finally:
+                self.files.close(file)
         except (OSError, AttributeError):
             return False
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -14,14 +14,14 @@ from kvist.tiers.disk.checksums import Checksum
 from kvist.tiers.disk.files import Buffer, read_fully, write_fully
 from kvist.tiers.disk.segments import ALIGNMENT, Entry, Segment, neighbours
 
-__all__ = ["MAX_RUN_SLOTS", "Buffered", "Direct", "Piece", "Run", "runs"]
+__all__ = ["MAX_RUN_SLOTS", "Buffered", "Direct", "Piece", "Run", "huge_page", "runs"]
 
 PART_BYTES = 1 << 19
 """Of one call and the checksums after it. A copy takes twice that of the processor's own cache, and a checksum of what
 lies there takes half the time. Larger blocks are cut. Writing, too, comes before the checksum: xxhash keeps the other
 thread waiting while it reads up to 64 KiB, and pwritev, which does not, is then the one that waits for the memory."""
 
-DIRECT_PART_BYTES = 1 << 22
+DIRECT_PART_BYTES = HUGE_PAGE_BYTES = 1 << 21
 """Of one call past the page cache, where nothing reads ahead: long ones keep the device busy."""
 
 MAX_RUN_SLOTS = 256
@@ -94,7 +94,7 @@ class Buffered:
         if run.segment.slot_bytes > self.part_bytes:
             self._write_in_parts(run)
             return
-        write_fully(run.segment.files, self._file(run), _padded(run, PADDING), run.offset)
+        write_fully(run.segment.files, run.segment.file, _padded(run, PADDING), run.offset)
         whole = self._checksum.whole
         for piece in run.pieces:
             piece.entry.checksum = whole(piece.buffer)
@@ -102,7 +102,7 @@ class Buffered:
     def _write_in_parts(self, run: Run) -> None:
         piece, checksum = run.pieces[0], self._checksum.begun()
         for begin, buffers in self._parts(run, PADDING):
-            write_fully(run.segment.files, self._file(run), buffers, run.offset + begin)
+            write_fully(run.segment.files, run.segment.file, buffers, run.offset + begin)
             checksum.update(piece.buffer[begin : begin + self.part_bytes])
         piece.entry.checksum = checksum.intdigest()
 
@@ -110,7 +110,7 @@ class Buffered:
         """Read contents from their slots, and say of each whether it is what was written; raises OSError."""
         if run.segment.slot_bytes > self.part_bytes:
             return [self._read_in_parts(run)]
-        num_bytes = read_fully(run.segment.files, self._file(run), _padded(run, _scratch(run)), run.offset)
+        num_bytes = read_fully(run.segment.files, run.segment.file, _padded(run, _scratch(run)), run.offset)
         slot_bytes, block_bytes, whole = run.segment.slot_bytes, run.segment.block_bytes, self._checksum.whole
         return [
             end <= num_bytes and whole(piece.buffer) == piece.entry.checksum
@@ -120,7 +120,7 @@ class Buffered:
     def _read_in_parts(self, run: Run) -> bool:
         piece, checksum, num_bytes = run.pieces[0], self._checksum.begun(), 0
         for begin, buffers in self._parts(run, _scratch(run)):
-            num_bytes += read_fully(run.segment.files, self._file(run), buffers, run.offset + begin)
+            num_bytes += read_fully(run.segment.files, run.segment.file, buffers, run.offset + begin)
             checksum.update(piece.buffer[begin : begin + self.part_bytes])
         return num_bytes >= run.segment.block_bytes and checksum.intdigest() == piece.entry.checksum
 
@@ -132,71 +132,85 @@ class Buffered:
             is_last = begin + len(part) == len(contents)
             yield begin, [part, padding[:num_padding]] if is_last and num_padding else [part]
 
-    def _file(self, run: Run) -> int:
-        return run.segment.file
-
 
 class Direct(Buffered):
-    """Moves contents past the page cache, which needs memory at page boundaries: through pages of its own for others.
+    """Moves contents past the page cache, through huge pages of its own that are used again and again.
+
+    Such memory must begin at a page, and callers' need not. Where theirs does, it would still be slower: a device takes
+    only so many pieces of memory at once, and a huge page is one; and it, or the host of a virtual one, fills memory
+    sooner that the processor's cache holds. Large gets took 0.6 of the time that they took without, puts 0.9.
 
     A segment that cannot be opened like this goes through the page cache.
     """
 
     part_bytes = DIRECT_PART_BYTES
 
-    def __init__(self, checksum: Checksum, max_block_bytes: int) -> None:
+    def __init__(self, checksum: Checksum) -> None:
         super().__init__(checksum)
-        self._num_bytes = max(DIRECT_PART_BYTES, -(-max_block_bytes // ALIGNMENT) * ALIGNMENT)
-        self._spare: list[mmap.mmap] = []
+        self._spare: list[memoryview] = []
 
     def expect(self, run: Run) -> None:
         """Nothing reads ahead here."""
 
     def write(self, run: Run) -> None:
         """Write contents into their slots, and note their checksums; raises OSError."""
-        if _is_aligned(run):
-            super().write(run)
-            return
-        pages, segment = self._take(), run.segment
-        try:
-            for nth, piece in enumerate(run.pieces):
-                piece.entry.checksum = self._checksum.whole(piece.buffer)
-                begin = nth * segment.slot_bytes
-                pages[begin : begin + segment.block_bytes] = piece.buffer
-            with memoryview(pages) as view, view[: run.num_bytes] as filled:
-                write_fully(segment.files, self._file(run), [filled], run.offset)
-        finally:
-            self._spare.append(pages)
+        with self._page() as page:
+            if run.segment.slot_bytes > self.part_bytes:
+                self._write_through(page, run)
+                return
+            for begin, piece in _places(run):
+                _copy(piece.buffer, page[begin:])
+                piece.entry.checksum = self._checksum.whole(page[begin : begin + len(piece.buffer)])
+            write_fully(run.segment.files, _direct(run), [page[: run.num_bytes]], run.offset)
+
+    def _write_through(self, page: memoryview, run: Run) -> None:
+        piece, checksum = run.pieces[0], self._checksum.begun()
+        for begin, num_bytes in self._windows(run):
+            part = piece.buffer[begin : begin + num_bytes]
+            _copy(part, page)
+            checksum.update(page[: len(part)])
+            write_fully(run.segment.files, _direct(run), [page[:num_bytes]], run.offset + begin)
+        piece.entry.checksum = checksum.intdigest()
 
     def read(self, run: Run) -> list[bool]:
         """Read contents from their slots, and say of each whether it is what was written; raises OSError."""
-        if _is_aligned(run):
-            return super().read(run)
-        pages = self._take()
-        try:
-            with memoryview(pages) as view, view[: run.num_bytes] as wanted:
-                num_bytes = read_fully(run.segment.files, self._file(run), [wanted], run.offset)
-                return [self._copied(piece, nth, wanted, num_bytes) for nth, piece in enumerate(run.pieces)]
-        finally:
-            self._spare.append(pages)
+        with self._page() as page:
+            if run.segment.slot_bytes > self.part_bytes:
+                return [self._read_through(page, run)]
+            num_read = read_fully(run.segment.files, _direct(run), [page[: run.num_bytes]], run.offset)
+            return [self._taken(page[begin:num_read], piece) for begin, piece in _places(run)]
 
-    def _copied(self, piece: Piece, nth: int, pages: memoryview, num_bytes: int) -> bool:
-        segment = piece.entry.segment
-        begin = nth * segment.slot_bytes
-        contents = pages[begin : begin + segment.block_bytes]
-        if begin + segment.block_bytes > num_bytes or self._checksum.whole(contents) != piece.entry.checksum:
+    def _taken(self, read: memoryview, piece: Piece) -> bool:
+        contents = read[: len(piece.buffer)]
+        if len(contents) < len(piece.buffer) or self._checksum.whole(contents) != piece.entry.checksum:
             return False
-        piece.buffer[:] = contents
+        _copy(contents, piece.buffer)
         return True
 
-    def _file(self, run: Run) -> int:
-        return run.segment.file if run.segment.direct is None else run.segment.direct
+    def _read_through(self, page: memoryview, run: Run) -> bool:
+        piece, checksum, num_read = run.pieces[0], self._checksum.begun(), 0
+        for begin, num_bytes in self._windows(run):
+            num_read += read_fully(run.segment.files, _direct(run), [page[:num_bytes]], run.offset + begin)
+            part = piece.buffer[begin : begin + num_bytes]
+            checksum.update(page[: len(part)])
+            _copy(page[: len(part)], part)
+        return num_read >= run.segment.block_bytes and checksum.intdigest() == piece.entry.checksum
 
-    def _take(self) -> mmap.mmap:
+    def _windows(self, run: Run) -> Iterator[tuple[int, int]]:
+        """Where each part of a large slot begins, and how many bytes it has; the last one has the padding."""
+        slot_bytes = run.segment.slot_bytes
+        return ((begin, min(self.part_bytes, slot_bytes - begin)) for begin in range(0, slot_bytes, self.part_bytes))
+
+    @contextmanager
+    def _page(self) -> Iterator[memoryview]:
         try:
-            return self._spare.pop()
+            page = self._spare.pop()
         except IndexError:
-            return mmap.mmap(-1, self._num_bytes)
+            page = huge_page()
+        try:
+            yield page
+        finally:
+            self._spare.append(page)
 
 
 def _padded(run: Run, padding: memoryview) -> list[Buffer]:
@@ -210,7 +224,29 @@ def _scratch(run: Run) -> memoryview:
     return memoryview(bytearray(run.segment.num_padding))
 
 
-def _is_aligned(run: Run) -> bool:
-    return not run.segment.num_padding and not any(
-        np.frombuffer(piece.buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT for piece in run.pieces
-    )
+def _places(run: Run) -> Iterator[tuple[int, Piece]]:
+    """Where in a run each of its slots begins."""
+    return zip(range(0, run.num_bytes, run.segment.slot_bytes), run.pieces, strict=True)
+
+
+def _direct(run: Run) -> int:
+    return run.segment.file if run.segment.direct is None else run.segment.direct
+
+
+def huge_page() -> memoryview:
+    """Return a huge page where the system has them, else as many small ones."""
+    pages = mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    begin = -_address(pages) % HUGE_PAGE_BYTES
+    return memoryview(pages)[begin : begin + HUGE_PAGE_BYTES]
+
+
+def _address(buffer: Buffer | mmap.mmap) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes to where a target begins; other threads run meanwhile, which memoryview would not let them."""
+    np.frombuffer(target, np.uint8, len(source))[:] = np.frombuffer(source, np.uint8)

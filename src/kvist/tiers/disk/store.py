@@ -81,7 +81,7 @@ class DiskStore:
         self._space = Space(self._directory.files, limit, sizes, self._directory.seal, self._counts)
         self._space.is_direct = io == "direct" and self._directory.takes_direct()
         checksum = self._directory.checksum
-        io_used = Direct(checksum, max(sizes)) if self._space.is_direct else Buffered(checksum)
+        io_used = Direct(checksum) if self._space.is_direct else Buffered(checksum)
         self._traffic = Traffic(io_used, self._counts)
         self._tick = self._loaded()
         self._pending: dict[bytes, Entry] = {}
