@@ -21,9 +21,15 @@ from kvist.core.state import CacheState
 from kvist.core.tokens import TOKEN_BYTES
 from kvist.errors import ArgumentTypeError
 from kvist.tiers.protocol import StoreFormat
-from kvist.tiers.stack import HERE, NOWHERE, Coming, Look, StoreStack, open_stack
+from kvist.tiers.stack import HERE, NOWHERE, Coming, Look, Row, StoreStack, open_stack
 
 __all__ = ["ByteMemory", "StoreLink", "link_of"]
+
+FILLED_BYTES = 16 << 20
+"""What is written to the memory at once: more leaves the processor's cache before it is copied, less is more calls."""
+
+Filling = tuple[NDArray[np.int32], list[Row]]
+"""Blocks of a group, and the bytes for each of them."""
 
 Places = NDArray[np.int8]
 """Where the stores have each missing block of each group, `[num_groups, n]`: see `StoreStack.look`."""
@@ -111,10 +117,10 @@ class StoreLink:
     def bring_up(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None,
         num_beams: int,
-    ) -> tuple[Installed, list[tuple[NDArray[np.int32], Any]]] | None:  # fmt: skip
+    ) -> tuple[Installed, list[Filling]] | None:  # fmt: skip
         """Get what the stores have of a prompt, and make room for it on the device.
 
-        Returns where it goes, held, and for each group the blocks and the bytes to be written into them. None where
+        Returns where it goes, held, and for each group the blocks and the bytes to be written into each. None where
         nothing was found, or came in time, or where there is no room for it and the rest of the prompt.
         """
         look = self.stack.look if self.asks else self.stack.look_here
@@ -127,12 +133,11 @@ class StoreLink:
             return None
         wanted = missing.wanted(end)
         present = np.zeros(missing.held.shape, bool)
-        rows: list[NDArray[np.uint8]] = []
+        rows: list[list[Row | None]] = []
         get = self.stack.get if self.asks else self.stack.take_here
         for group, columns in enumerate(wanted):
-            contents, came = get(missing.keys(state, group, columns), group)
-            present[group, columns[came]] = True
-            rows.append(contents)
+            rows.append(get(missing.keys(state, group, columns), group))
+            present[group, columns[[row is not None for row in rows[-1]]]] = True
         end = missing.reach(present)
         others = self._other_needs(state, prompt, missing, end, num_beams)
         installed = restoring.install(state, missing, end, others) if end else None
@@ -162,11 +167,13 @@ class StoreLink:
         counts.pop("", None)
         return tuple(counts.items())
 
-    def fill(self, fillings: list[tuple[NDArray[np.int32], Any]]) -> None:
-        """Write bytes into the blocks of each group."""
+    def fill(self, fillings: list[Filling]) -> None:
+        """Write bytes into the blocks of each group, part by part."""
         for group, (blocks, rows) in enumerate(fillings):
-            if len(blocks):
-                self._memory.write_blocks(group, blocks, rows)
+            step = max(1, FILLED_BYTES // max(1, self._block_bytes[group]))
+            for first in range(0, len(blocks), step):
+                part = np.stack([np.asarray(row) for row in rows[first : first + step]])
+                self._memory.write_blocks(group, blocks[first : first + step], part)
 
     def fetch_ahead(
         self, state: CacheState, prompt: bytes | memoryview, namespace: Namespace, limit: int, match: Match | None
@@ -253,15 +260,12 @@ def link_of(config: CacheConfig, memory: object) -> StoreLink | None:
     return StoreLink(config, memory)
 
 
-def _filled(
-    blocks: Blocks, wanted: list[NDArray[np.intp]], rows: list[NDArray[np.uint8]]
-) -> list[tuple[NDArray[np.int32], Any]]:
+def _filled(blocks: Blocks, wanted: list[NDArray[np.intp]], rows: list[list[Row | None]]) -> list[Filling]:
     """Pair the blocks of each group with the bytes for them."""
     fillings = []
     for group, (columns, contents) in enumerate(zip(wanted, rows, strict=True)):
-        used = np.flatnonzero(columns < blocks.shape[1])
-        used = used[blocks[group, columns[used]] >= 0]
-        fillings.append((blocks[group, columns[used]], contents[used]))
+        used = [at for at in np.flatnonzero(columns < blocks.shape[1]).tolist() if blocks[group, columns[at]] >= 0]
+        fillings.append((blocks[group, columns[used]], [row for at in used if (row := contents[at]) is not None]))
     return fillings
 
 

@@ -1,7 +1,7 @@
 """Keeps a slow, full or dead store from holding up its caller: no call takes longer than its time limit.
 
 What must not be broken: a buffer that a late call may still write is never one that anybody reads or reuses. So a store
-fills buffers of the guard's own, a new one for each lot, and what comes in time is copied out of them.
+fills new buffers of the guard's own, and only those of a lot that has come in time are handed on.
 """
 
 from __future__ import annotations
@@ -111,18 +111,24 @@ class GuardedStore:
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Fill the buffers of what comes in time, whole and as it was put, and say which."""
-        sizes = [buffer.nbytes for buffer in buffers]
+        fetched = self.fetch(keys, [buffer.nbytes for buffer in buffers])
+        for buffer, contents in zip(buffers, fetched, strict=True):
+            if contents is not None:
+                buffer[:] = contents
+        return [contents is not None for contents in fetched]
+
+    def fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview | None]:
+        """Return what comes in time, whole and as it was put, in memory that is the caller's from then on."""
         arrived: list[_Arrival] = []
         if keys:
             self._ask(lambda call: self._read(call, keys, sizes, arrived))
-        found = [False] * len(keys)
+        fetched: list[memoryview | None] = [None] * len(keys)
         for arrival in tuple(arrived):  # a late call may still add to it
             for at, contents in arrival:
                 if not self._queue.is_dropped(keys[at]):
-                    buffers[at][:] = contents
-                    found[at] = True
-        self._counts.add_found(found)
-        return found
+                    fetched[at] = contents
+        self._counts.add_found([contents is not None for contents in fetched])
+        return fetched
 
     def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> int:
         """Copy leading entries as far as there is room, to be written soon, and return how many; this never waits."""
@@ -225,7 +231,7 @@ class GuardedStore:
         for lot in self._lots(sizes):
             if not call.is_wanted:
                 return
-            buffers = [memoryview(bytearray(sizes[at])) for at in lot]
+            buffers = [np.empty(sizes[at], np.uint8).data for at in lot]
             began = self._clock()
             found = _answers(self.store.get([keys[at] for at in lot], buffers), len(lot))
             arrival = [(at, buffer) for at, buffer, is_there in zip(lot, buffers, found, strict=True) if is_there]

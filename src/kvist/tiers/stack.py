@@ -19,10 +19,10 @@ from kvist.tiers.missed import MAX_MISSED_KEYS, MissedKeys
 from kvist.tiers.opening import open_store
 from kvist.tiers.protocol import Store, StoreFormat, StoreStats
 
-__all__ = ["HERE", "NOWHERE", "Coming", "Look", "StoreStack", "open_stack"]
+__all__ = ["HERE", "NOWHERE", "Coming", "Look", "Row", "StoreStack", "open_stack"]
 
-Row = NDArray[np.uint8]
-"""The bytes of one block, `[block_bytes]`."""
+Row = memoryview
+"""The bytes of one block."""
 
 Look = Callable[[Sequence[bytes]], NDArray[np.int8]]
 """Says of each key where its contents are."""
@@ -246,35 +246,29 @@ class StoreStack:
                 found[at] = level.name if is_there else ""
         return found
 
-    def get(self, keys: Sequence[bytes], group: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return the contents of keys of one group, `[n, block_bytes]`, and of which they were had, bool `[n]`."""
+    def get(self, keys: Sequence[bytes], group: int) -> list[Row | None]:
+        """Return the contents of keys of one group, and None for those that were not to be had."""
         return self._get(keys, group, self._epoch)
 
-    def take_here(self, keys: Sequence[bytes], group: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    def take_here(self, keys: Sequence[bytes], group: int) -> list[Row | None]:
         """Return, as `get` does, what was fetched ahead; no store is asked."""
-        rows = np.empty((len(keys), self._block_bytes[group]), np.uint8)
-        found = np.zeros(len(keys), bool)
-        for at, key in enumerate(keys):
-            row = self._ahead.take(key)
-            if row is not None and row.nbytes == rows.shape[1]:
-                rows[at], found[at] = row, True
-        return rows, found
+        rows = [self._ahead.take(key) for key in keys]
+        return [None if row is None or row.nbytes != self._block_bytes[group] else row for row in rows]
 
-    def _get(self, keys: Sequence[bytes], group: int, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        rows, found = self.take_here(keys, group)
+    def _get(self, keys: Sequence[bytes], group: int, epoch: int) -> list[Row | None]:
+        rows = self.take_here(keys, group)
         for index, level in enumerate(self._levels):
-            left = np.flatnonzero(~found)
-            if not len(left):
+            left = [at for at, row in enumerate(rows) if row is None]
+            if not left:
                 break
-            buffers = [memoryview(rows[at]) for at in left.tolist()]
-            came = level.store.get([keys[at] for at in left.tolist()], buffers)
-            new = left[np.array(came, bool)]
-            found[new] = True
-            entries = [(keys[at], memoryview(rows[at])) for at in new.tolist()] if index else []
+            came = level.store.fetch([keys[at] for at in left], [self._block_bytes[group]] * len(left))
+            for at, row in zip(left, came, strict=True):
+                rows[at] = row
+            entries = [(keys[at], row) for at, row in zip(left, came, strict=True) if row is not None and index]
             with self._turning:
                 for faster in self._levels[:index] if entries and self._is_now(epoch) else ():
                     faster.store.put(entries)
-        return rows, found
+        return rows
 
     def _is_now(self, epoch: int) -> bool:
         """Say whether nothing has been dropped since an epoch, nor is being dropped."""
@@ -307,10 +301,9 @@ class StoreStack:
         epoch, room, places = self._epoch, MAX_COMING_BYTES, _Places(self.look, lot.come)
         for group, chosen in enumerate(choose(places.look)):
             wanted = list(chosen)[: room // self._block_bytes[group]]
-            rows, found = self._get(wanted, group, epoch)
-            room -= rows.nbytes
-            for key, row, came in zip(wanted, rows, found, strict=True):
-                places.of[key] = row.copy() if came else NOWHERE
+            room -= len(wanted) * self._block_bytes[group]
+            for key, row in zip(wanted, self._get(wanted, group, epoch), strict=True):
+                places.of[key] = NOWHERE if row is None else row
         with self._turning:
             for key in [key for keys in keys_by_group for key in keys] if self._is_now(epoch) else ():
                 place = places.of.get(key, HERE)

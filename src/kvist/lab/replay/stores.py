@@ -13,9 +13,12 @@ from kvist.config import CacheConfig
 from kvist.lab.replay.config import SlowTier
 from kvist.manager import KVCacheManager
 from kvist.tiers.protocol import StoreStats
-from kvist.tiers.stack import NOWHERE, Coming, StoreStack
+from kvist.tiers.stack import NOWHERE, Coming, Row, StoreStack
 
 __all__ = ["NoBytes", "SimulatedStack", "simulated_manager"]
+
+
+NO_BYTES = memoryview(b"")
 
 
 class NoBytes:
@@ -107,8 +110,8 @@ class SimulatedStack:
         """Return the name of the fastest tier that has each key, empty where none has."""
         return [self.names[place] if place >= 0 else "" for place in self.look(keys).tolist()]
 
-    def get(self, keys: Sequence[bytes], group: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return rows of no bytes and which keys there are; faster tiers keep what slower ones had."""
+    def get(self, keys: Sequence[bytes], group: int) -> list[Row | None]:
+        """Return rows of no bytes, and None for keys that are nowhere; faster tiers keep what slower ones had."""
         places = self.look(keys)
         for index, level in enumerate(self._levels):
             mine = [keys[at] for at in np.flatnonzero(places == index).tolist()]
@@ -118,7 +121,7 @@ class SimulatedStack:
             self.num_blocks_from[level.tier.name] += len(mine)
             for each in self._levels[: index + 1]:
                 each.keep(mine)
-        return np.empty((len(keys), 0), np.uint8), places != NOWHERE
+        return [NO_BYTES if place != NOWHERE else None for place in places.tolist()]
 
     def seconds_to_get(self, index: int, num_bytes: int, num_entries: int) -> float:
         """Return how long it takes to get so much from a tier."""
