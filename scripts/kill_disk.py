@@ -24,7 +24,7 @@ from kvist.tiers.disk import DiskStore
 from kvist.tiers.protocol import StoreFormat, StoreStats
 
 FORMAT = StoreFormat("killed", block_size=16, block_bytes=(16_384, 50_000))
-CAPACITY_BYTES = 24 << 20
+CAPACITY_BYTES = 40 << 20
 NUM_SAFE = 16
 """So many of the last entries cannot have been evicted before the next ones are told to be kept."""
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.tiers.disks import PAIR, found, num_bytes, opened, put, room
 
 from kvist.testing.faulty_files import Crash, FaultyFiles
+from kvist.tiers.disk import space
 from kvist.tiers.disk.segments import Geometry
 
 CAPACITY = 8192 + 5 * Geometry(0, 5000, 1).num_bytes
@@ -18,12 +19,12 @@ TORN = [0.0, 0.01, 0.5, 0.99, 1.0]
 class Life:
     """What a process does with a store until it crashes; `held` and `dropped` are what it was told for certain."""
 
-    def __init__(self, directory, files, io="buffered"):
-        self.directory, self.files, self.io = directory, files, io
+    def __init__(self, directory, files, io="buffered", capacity=CAPACITY):
+        self.directory, self.files, self.io, self.capacity = directory, files, io, capacity
         self.held, self.dropped = set(), set()
 
     def run(self):
-        with opened(self.directory, CAPACITY, PAIR, io=self.io, files=self.files) as store:
+        with opened(self.directory, self.capacity, PAIR, io=self.io, files=self.files) as store:
             for number in range(8):
                 self.put(store, number, number + 1)
             self.put(store, 20, 21, size=5000)
@@ -47,10 +48,10 @@ class Life:
         self.dropped = names
 
 
-def crashed(directory, io="buffered", **how):
+def crashed(directory, io="buffered", capacity=CAPACITY, **how):
     """Live until the crash, if there is one; the files of the dead are closed."""
     files = FaultyFiles(**how)
-    life = Life(directory, files, io)
+    life = Life(directory, files, io, capacity)
     try:
         life.run()
     except Crash:
@@ -60,26 +61,26 @@ def crashed(directory, io="buffered", **how):
 
 def check(life, *, with_power=True):
     """Open what a dead process left: right contents only, what it had been told is there, and work goes on."""
-    with opened(life.directory, CAPACITY, PAIR) as store:
+    with opened(life.directory, life.capacity, PAIR) as store:
         there = {(number, size) for size in (100, 5000) for number in found(store, *range(50), size=size)}
         assert not there & life.dropped
         if with_power:
             assert life.held <= there
             assert store.stats().num_corrupt == 0
-        assert num_bytes(life.directory) <= CAPACITY
+        assert num_bytes(life.directory) <= life.capacity
         for number in range(60, 70):
             assert put(store, number) == 1
             assert put(store, number, size=5000) == 1
             assert found(store, number, size=5000) == [number]
-    with opened(life.directory, CAPACITY, PAIR) as store:
+    with opened(life.directory, life.capacity, PAIR) as store:
         assert found(store, 69) == [69]
         assert store.stats().num_errors == 0
 
 
-def num_changes(io):
+def num_changes(*how):
     """How many moments there are to crash at."""
     with TemporaryDirectory() as directory:
-        return crashed(directory, io).files.num_changes
+        return crashed(directory, *how).files.num_changes
 
 
 NUM_CHANGES = num_changes("buffered")
@@ -91,6 +92,17 @@ def test_a_crash_at_each_change_loses_only_what_was_not_yet_written(tmp_path, to
     assert NUM_CHANGES > 60
     for crash_at in range(num_changes(io)):
         life = crashed(tmp_path / str(crash_at), io, crash_at=crash_at, torn=torn)
+        assert life.files.is_dead
+        check(life)
+
+
+@pytest.mark.parametrize("torn", TORN[1:4])
+def test_a_crash_between_the_halves_of_a_call_loses_only_what_was_not_yet_written(tmp_path, monkeypatch, torn):
+    monkeypatch.setattr(space, "SHARED_BYTES", 1)
+    monkeypatch.setattr(space, "PART_BYTES", 1)
+    capacity = 8192 + 24 * Geometry(0, 5000, 1).num_bytes
+    for crash_at in range(num_changes("buffered", capacity)):
+        life = crashed(tmp_path / str(crash_at), "buffered", capacity, crash_at=crash_at, torn=torn)
         assert life.files.is_dead
         check(life)
 

@@ -11,10 +11,11 @@ import pytest
 from tests.tiers.disks import found, key, num_bytes, opened, put, room, segments
 
 from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
-from kvist.tiers.disk.runs import DIRECT_PART_BYTES, PART_BYTES, huge_page
+from kvist.tiers.disk import space
+from kvist.tiers.disk.directory import OVERHEAD_BYTES
+from kvist.tiers.disk.runs import DIRECT_PART_BYTES, huge_page
 from kvist.tiers.disk.segments import Geometry
-from kvist.tiers.disk.sharing import Helper
-from kvist.tiers.disk.traffic import SHARED_BYTES
+from kvist.tiers.disk.sharing import PART_BYTES, SHARED_BYTES, Helper
 from kvist.tiers.protocol import StoreFormat
 
 PADDED = 2 * PART_BYTES + 100
@@ -105,6 +106,58 @@ def test_direct_reads_and_writes_go_through_a_page_of_huge_alignment_or_small_on
     page = huge_page()
     assert len(page) == DIRECT_PART_BYTES
     assert np.frombuffer(page, np.uint8).__array_interface__["data"][0] % DIRECT_PART_BYTES == 0
+
+
+def bytes_of_segments(directory):
+    return sum(path.stat().st_size for path in segments(directory))
+
+
+def in_each_segment(store):
+    """The numbers of the blocks in each segment."""
+    (queue,) = store._space.queues.values()
+    places = {}
+    for entry in queue.values():
+        places.setdefault(entry.segment.name, []).append(int.from_bytes(entry.key[16:], "big"))
+    return sorted(sorted(each) for each in places.values())
+
+
+def test_the_halves_of_a_call_are_in_two_segments_after_evictions_and_a_restart_as_well(tmp_path):
+    size, capacity = QUARTER, room(32, QUARTER)
+    with opened(tmp_path, capacity, format_of(size)) as store:
+        put(store, *range(6), size=size)
+        assert in_each_segment(store) == [[0, 2, 4], [1, 3, 5]]
+    with opened(tmp_path, capacity, format_of(size)) as store:
+        put(store, 6, 7, size=size)
+        assert in_each_segment(store) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        for first in range(8, 96, 8):
+            put(store, *range(first, first + 8), size=size)
+            last = [[number for number in each if number >= first] for each in in_each_segment(store)]
+            assert sorted(len(each) for each in last if each) == [4, 4]
+        num_kept = store.stats().num_entries
+        assert num_kept < 96
+        assert found(store, *range(96 - num_kept, 96), size=size) == list(range(96 - num_kept, 96))
+        assert store.num_file_bytes == bytes_of_segments(tmp_path) + OVERHEAD_BYTES <= capacity
+
+
+def test_neighbours_that_are_written_at_once_stay_in_one_segment(tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "SHARED_BYTES", 1)
+    size, in_a_part = 4096, PART_BYTES // 4096
+    with opened(tmp_path, room(16 * in_a_part, size), format_of(size)) as store:
+        put(store, *range(3 * in_a_part), size=size)
+        first, second = in_each_segment(store)
+        assert first == [*range(in_a_part), *range(2 * in_a_part, 3 * in_a_part)]
+        assert second == list(range(in_a_part, 2 * in_a_part))
+
+
+def test_a_store_grows_by_one_segment_where_there_is_room_for_one_only(tmp_path):
+    size = QUARTER
+    files = FaultyFiles(Fault("allocate", errno.ENOSPC, skip=1, times=1000))
+    with opened(tmp_path, room(32, size), format_of(size), files=files) as store:
+        assert put(store, 0, 1, 2, size=size) == 3
+        assert in_each_segment(store) == [[0, 1, 2]]
+        assert put(store, *range(3, 20), size=size) < 17
+        assert len(segments(tmp_path)) == 1
+        assert store.num_file_bytes == bytes_of_segments(tmp_path) + OVERHEAD_BYTES
 
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])

@@ -27,7 +27,8 @@ class Counts:
     def add(self, **numbers: int) -> None:
         """Add to the counters that are named."""
         with self._lock:
-            self._numbers.update(numbers)
+            for name, number in numbers.items():
+                self._numbers[name] += number
 
     def add_found(self, found: list[bool]) -> None:
         """Count what a look-up found as hits, the rest as misses."""

@@ -13,13 +13,9 @@ import numpy as np
 from kvist.tiers.disk.checksums import Checksum
 from kvist.tiers.disk.files import Buffer, read_fully, write_fully
 from kvist.tiers.disk.segments import ALIGNMENT, Entry, Segment, neighbours
+from kvist.tiers.disk.sharing import PART_BYTES
 
 __all__ = ["MAX_RUN_SLOTS", "Buffered", "Direct", "Piece", "Run", "huge_page", "runs"]
-
-PART_BYTES = 1 << 19
-"""Of one call and the checksums after it. A copy takes twice that of the processor's own cache, and a checksum of what
-lies there takes half the time. Larger blocks are cut. Writing, too, comes before the checksum: xxhash keeps the other
-thread waiting while it reads up to 64 KiB, and pwritev, which does not, is then the one that waits for the memory."""
 
 DIRECT_PART_BYTES = HUGE_PAGE_BYTES = 1 << 21
 """Of one call past the page cache, where nothing reads ahead: long ones keep the device busy."""

@@ -198,10 +198,6 @@ class Segment:
         self.has_unwritten_stamps = False
         self._seal = seal
 
-    def __lt__(self, other: Segment) -> bool:
-        """Segments have the order in which they were opened; so slots, with their segments, have that of positions."""
-        return self.first_position < other.first_position
-
     def entries(self) -> Iterator[Entry]:
         """Read the records, and give an entry for each valid one whose slot is whole in the file; sets the stamps."""
         geometry = self.geometry

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, zip_longest
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.files import Files
 from kvist.tiers.disk.segments import Entry, Geometry, Seal, Segment, neighbours
+from kvist.tiers.disk.sharing import PART_BYTES, SHARED_BYTES
 
 __all__ = ["Slot", "Space"]
 
@@ -20,11 +21,11 @@ Named = tuple[int, bytes]
 MAX_SEGMENTS = 10**8
 """Numbers have eight digits."""
 
-NUM_SEGMENTS = 64
-"""Of a full store: few enough open files, and small enough steps to grow by."""
+NUM_TWINS = 32
+"""Pairs of segments in a full store: few enough open files, and small enough steps to grow by."""
 
-MIN_SEGMENT_BYTES = 64 << 20
-"""Below this, a quarter of the capacity is the limit: a segment of few slots has few neighbours to read at once."""
+MIN_TWINS_BYTES = 64 << 20
+"""Below this, a quarter of the capacity is the limit: segments of few slots have few neighbours to read at once."""
 
 
 class Space:
@@ -33,6 +34,9 @@ class Space:
     Nothing here is safe against other threads. Errors of the file system are counted, and what cannot be written or
     read is left alone. A slot is in exactly one of these places: free, held by an entry in a queue, taken by a caller,
     or, after an error, retired until the store is opened again.
+
+    Segments are made in twos, and slots taken by turns: file systems let one thread at a time write to a file, and two
+    shall write the halves of a call. Small ones, which hold no call that is shared, are made one by one.
     """
 
     def __init__(self, files: Files, limit: int, sizes: Collection[int], seal: Seal, counts: Counts) -> None:
@@ -42,13 +46,14 @@ class Space:
         self.is_direct = False
         self._files, self._seal, self._counts = files, seal, counts
         self._free: dict[int, list[Slot]] = {size: [] for size in sizes}
-        self._num_foreign_bytes = 0
+        self._least_bytes = {size: Geometry(0, size, 1).num_bytes for size in sizes}
+        self._num_foreign_bytes = self._num_segment_bytes = 0
         self._next_number = self._num_opened = 0
 
     @property
     def num_file_bytes(self) -> int:
         """Bytes of all segments."""
-        return self._num_foreign_bytes + sum(segment.geometry.num_bytes for segment in self.segments.values())
+        return self._num_foreign_bytes + self._num_segment_bytes
 
     # opening
 
@@ -81,7 +86,7 @@ class Space:
             segment.close()
             self._pass_over(geometry, error)
             return
-        self.segments[name] = segment
+        self._add(segment)
         for entry in entries:
             self._settle(entry, found)
 
@@ -109,14 +114,21 @@ class Space:
             self.queues[segment.geometry.block_bytes][entry.key] = entry
             segment.last_use = max(segment.last_use, entry.stamp)
         taken = {(entry.segment.name, entry.slot) for entry in found.values()}
-        for segment in self.segments.values():
-            self._offer(segment, taken)
+        for size in self.queues:
+            same = [segment for segment in self.segments.values() if segment.block_bytes == size]
+            for first in range(0, len(same), 2):
+                self._offer(same[first : first + 2], taken)
 
-    def _offer(self, segment: Segment, taken: Collection[tuple[str, int]] = ()) -> None:
-        """Make the slots free that are not taken; the first comes first."""
-        geometry = segment.geometry
-        slots = [slot for slot in reversed(range(geometry.num_slots)) if (segment.name, slot) not in taken]
-        self._free[geometry.block_bytes].extend((segment, slot) for slot in slots)
+    def _offer(self, twins: Sequence[Segment], taken: Collection[tuple[str, int]] = ()) -> None:
+        """Make the slots of segments free that are not taken; those first that `take` would give first."""
+        slots = {
+            each: [slot for slot in range(each.geometry.num_slots) if (each.name, slot) not in taken] for each in twins
+        }
+        self._free[twins[0].block_bytes].extend(reversed(_by_turns(slots)))
+
+    def _add(self, segment: Segment) -> None:
+        self.segments[segment.name] = segment
+        self._num_segment_bytes += segment.geometry.num_bytes
 
     def _opened(self, geometry: Geometry, file: int) -> Segment:
         direct = None
@@ -131,7 +143,7 @@ class Space:
     def take(self, size: int, num_slots: int) -> list[Slot]:
         """Take slots for blocks of a size: free ones, those of new segments, those of the least recently used entries.
 
-        Entries that are being read stay. Returns as many as there are, in the order of their places.
+        Entries that are being read stay. Returns as many as there are: of segments by turns, of each in order.
         """
         taken: list[Slot] = []
         evicted: list[Slot] = []
@@ -145,9 +157,10 @@ class Space:
                 taken += victims
                 evicted += victims
         self.clear(evicted)
-        for segment, _ in taken:
-            segment.num_busy += 1
-        return sorted(taken)
+        by_segment = _by_segment(taken)
+        for segment, slots in by_segment.items():
+            segment.num_busy += len(slots)
+        return _by_turns(by_segment)
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Give slots back that were taken and hold nothing."""
@@ -166,22 +179,29 @@ class Space:
             self.clear([(segment, slot)])
 
     def _grow(self, size: int) -> bool:
-        """Add a segment for blocks of a size, if the capacity and the file system have room."""
-        room = self.limit - self.num_file_bytes
-        most = max(self.limit // NUM_SEGMENTS, min(self.limit // 4, MIN_SEGMENT_BYTES))
-        least = Geometry(self._next_number, size, 1)
-        geometry = Geometry.fitting(self._next_number, size, min(room, max(most, least.num_bytes)))
-        if geometry is None:
+        """Add segments for blocks of a size, two or one, if the capacity and the file system have room."""
+        room, least = self.limit - self.num_file_bytes, self._least_bytes[size]
+        if room < least:
             return False
+        num_bytes = min(room, max(self.limit // NUM_TWINS, min(self.limit // 4, MIN_TWINS_BYTES), least))
+        sizes = [num_bytes // 2] * 2 if num_bytes // 2 >= max(least, SHARED_BYTES) else [num_bytes]
+        twins = [segment for each in sizes if (segment := self._made(size, each)) is not None]
+        if twins:
+            self._offer(twins)
+        return bool(twins)
+
+    def _made(self, size: int, num_bytes: int) -> Segment | None:
+        """Add a segment that takes at most so many bytes; None if the file system has no room for it."""
+        geometry = Geometry.fitting(self._next_number, size, num_bytes)
+        assert geometry is not None, "there is room for a slot"
         try:
             segment = self._opened(geometry, self._created(geometry))
         except OSError:
             self._counts.add(num_errors=1)
-            return False
+            return None
         self._next_number = (self._next_number + 1) % MAX_SEGMENTS
-        self.segments[segment.name] = segment
-        self._offer(segment)
-        return True
+        self._add(segment)
+        return segment
 
     def _created(self, geometry: Geometry) -> int:
         file = self._files.create(geometry.name)
@@ -215,6 +235,7 @@ class Space:
         self._counts.add(num_evicted=len(lost))
         self._free[size] = [slot for slot in self._free[size] if slot[0] is not segment]
         del self.segments[segment.name]
+        self._num_segment_bytes -= segment.geometry.num_bytes
         segment.close()
         try:
             self._files.remove(segment.name)
@@ -289,8 +310,29 @@ class Space:
             segment.close()
 
 
+def _by_segment(slots: Iterable[Slot]) -> dict[Segment, list[int]]:
+    """Slots of each segment, in order."""
+    found: dict[Segment, list[int]] = {}
+    for segment, slot in slots:
+        found.setdefault(segment, []).append(slot)
+    for each in found.values():
+        each.sort()
+    return found
+
+
+def _by_turns(by_segment: Mapping[Segment, Sequence[int]]) -> list[Slot]:
+    """Slots of segments by turns, some at a time that are written at once if they are neighbours."""
+    turns = []
+    for segment, slots in by_segment.items():
+        step = max(1, PART_BYTES // segment.slot_bytes)
+        turns.append(
+            [[(segment, slot) for slot in slots[first : first + step]] for first in range(0, len(slots), step)]
+        )
+    return [slot for turn in zip_longest(*turns, fillvalue=()) for some in turn for slot in some]
+
+
 def _neighbours(slots: Sequence[Slot]) -> Iterator[tuple[Segment, int, int]]:
     """Segment, first slot and number of each run of neighbouring slots."""
-    ordered = sorted(slots)
-    for begin, end in neighbours([segment.first_position + slot for segment, slot in ordered]):
-        yield *ordered[begin], end - begin
+    for segment, ordered in _by_segment(slots).items():
+        for begin, end in neighbours(ordered):
+            yield segment, ordered[begin], end - begin

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.runs import Buffered, Piece, Run, runs
-from kvist.tiers.disk.sharing import Helper
+from kvist.tiers.disk.sharing import SHARED_BYTES, Helper
 
 __all__ = ["Traffic"]
 
@@ -18,9 +18,6 @@ NUM_RUNS_AHEAD = 8
 a get then takes two thirds of the processor time that it takes with asking; so only the others are asked for."""
 
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-SHARED_BYTES = 4 << 20
-"""Of a call from which on a second thread pays: it takes 50 to 100 microseconds to wake up."""
 
 UNLIMITED_BYTES = 1 << 62
 
@@ -37,21 +34,20 @@ class Traffic:
 
     def write(self, pieces: Sequence[Piece], stamps: Sequence[int], said: dict[int, bytes], failed: set[int]) -> None:
         """Write contents until something fails, and prepare what is then to be said of each, by its place."""
-        queues = _halves(runs(pieces, self._io.part_bytes))
 
         def write(run: Run) -> None:
+            if failed:
+                return
             try:
                 self._io.write(run)
             except OSError:
                 self._counts.add(num_errors=1)
                 failed.update([piece.place for piece in run.pieces])
-                for queue in queues:
-                    queue.clear()
             else:
                 sealed = run.segment.sealed
                 said.update({piece.place: sealed(piece.entry, stamps[piece.place]) for piece in run.pieces})
 
-        self._work_off(queues, write)
+        self._work_off(runs(pieces, self._io.part_bytes), write)
 
     def record(self, pieces: Sequence[Piece], said: Mapping[int, bytes], failed: set[int]) -> set[int]:
         """Say on disk what is in the slots, until that fails; returns the places of which it was said."""
@@ -77,7 +73,7 @@ class Traffic:
         def read(run: Run) -> None:
             self._read_run(run, whole, bad)
 
-        self._work_off(_halves(all_runs), read)
+        self._work_off(all_runs, read)
 
     def _read_run(self, run: Run, whole: set[int], bad: set[int]) -> None:
         try:
@@ -101,14 +97,13 @@ class Traffic:
         for single in run.singly():
             self._read_run(single, whole, bad)
 
-    def _work_off(self, queues: tuple[deque[Run], deque[Run]], work: Callable[[Run], None]) -> None:
+    def _work_off(self, all_runs: Sequence[Run], work: Callable[[Run], None]) -> None:
         """Work in two threads where there is much to do, else in this one."""
-        if NUM_CORES > 1 and sum(run.num_bytes for queue in queues for run in queue) >= SHARED_BYTES:
-            self._helper.work_off(*queues, work)
+        if NUM_CORES > 1 and sum([run.num_bytes for run in all_runs]) >= SHARED_BYTES:
+            self._helper.work_off(*_halves(all_runs), work)
             return
-        for queue in queues:
-            while queue:
-                work(queue.popleft())
+        for run in all_runs:
+            work(run)
 
 
 def _halves(all_runs: Sequence[Run]) -> tuple[deque[Run], deque[Run]]:
