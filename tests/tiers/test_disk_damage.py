@@ -320,10 +320,36 @@ def test_drop_tells_when_it_would_not_last(tmp_path, operation):
     files = FaultyFiles()
     with opened(tmp_path, files=files) as store:
         put(store, 0, 1)
-        files.faults.append(Fault(operation, errno.EIO))
+        files.faults.append(Fault(operation, errno.EIO, times=2))
         with pytest.raises(TransferError, match="would be there again later"):
             store.drop(b"")
         assert found(store, 0, 1) == []
+
+
+def test_a_store_grows_again_after_a_file_that_could_be_neither_filled_nor_removed(tmp_path):
+    files = FaultyFiles()
+    with opened(tmp_path, files=files) as store:
+        files.faults += [Fault("allocate", errno.ENOSPC), Fault("remove", errno.EIO)]
+        assert put(store, 1) == 0
+        files.faults.clear()
+        assert put(store, 1, 2) == 2
+        assert store.num_file_bytes <= 1 << 20
+    with opened(tmp_path) as store:
+        assert found(store, 1, 2) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["cannot be removed", "is a folder"])
+def test_a_probe_that_is_in_the_way_means_no_direct_io_and_nothing_else(tmp_path, how):
+    files = FaultyFiles()
+    opened(tmp_path).close()
+    if how == "is a folder":
+        (tmp_path / "probe").mkdir()
+    else:
+        files.faults.append(Fault("remove", errno.EIO, times=2))
+    with opened(tmp_path, io="direct", files=files) as store:
+        assert not store.is_direct or how != "is a folder"
+        assert put(store, 1) == 1
+    opened(tmp_path).close()
 
 
 def test_errors_while_the_order_of_use_is_written_are_counted_only(tmp_path):

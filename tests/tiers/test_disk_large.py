@@ -12,7 +12,7 @@ from tests.tiers.disks import found, key, num_bytes, opened, put, room, segments
 
 from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
 from kvist.tiers.disk import space
-from kvist.tiers.disk.directory import OVERHEAD_BYTES
+from kvist.tiers.disk.directory import overhead_bytes
 from kvist.tiers.disk.runs import DIRECT_PART_BYTES, huge_page
 from kvist.tiers.disk.segments import Geometry
 from kvist.tiers.disk.sharing import PART_BYTES, SHARED_BYTES, Helper
@@ -136,7 +136,7 @@ def test_the_halves_of_a_call_are_in_two_segments_after_evictions_and_a_restart_
         num_kept = store.stats().num_entries
         assert num_kept < 96
         assert found(store, *range(96 - num_kept, 96), size=size) == list(range(96 - num_kept, 96))
-        assert store.num_file_bytes == bytes_of_segments(tmp_path) + OVERHEAD_BYTES <= capacity
+        assert store.num_file_bytes == bytes_of_segments(tmp_path) + overhead_bytes(format_of(size)) <= capacity
 
 
 def test_neighbours_that_are_written_at_once_stay_in_one_segment(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_store_grows_by_one_segment_where_there_is_room_for_one_only(tmp_path)
         assert in_each_segment(store) == [[0, 1, 2]]
         assert put(store, *range(3, 20), size=size) < 17
         assert len(segments(tmp_path)) == 1
-        assert store.num_file_bytes == bytes_of_segments(tmp_path) + OVERHEAD_BYTES
+        assert store.num_file_bytes == bytes_of_segments(tmp_path) + overhead_bytes(format_of(size))
 
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])

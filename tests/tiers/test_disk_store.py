@@ -15,6 +15,7 @@ from tests.tiers.disks import PAGES, PAIR, TINY, contents, entry, found, key, nu
 from kvist.errors import ArgumentError, ConfigError
 from kvist.testing.faulty_files import FaultyFiles
 from kvist.tiers.disk import checksums
+from kvist.tiers.disk.directory import overhead_bytes
 from kvist.tiers.disk.files import Files
 from kvist.tiers.disk.segments import Geometry
 from kvist.tiers.protocol import Store, StoreFormat
@@ -310,6 +311,21 @@ def test_where_direct_io_is_not_possible_it_goes_through_the_page_cache(tmp_path
         assert not store.is_direct
         assert put(store, 1) == 1
         assert found(store, 1) == [1]
+
+
+@pytest.mark.parametrize("num_layers", [1, 40, 120])
+def test_a_long_format_counts_toward_the_capacity(tmp_path, num_layers):
+    layers = tuple({"kind": "full", "dtype": "torch.float32", "name": f"layer {n}" * 20} for n in range(num_layers))
+    format = StoreFormat("a model", block_size=2, block_bytes=(100,), layers=layers)
+    least = overhead_bytes(format) + Geometry(0, 100, 1).num_bytes
+    with pytest.raises(ConfigError, match=f"takes {least}"):
+        opened(tmp_path, least - 1, format)
+    with opened(tmp_path, least, format) as store:
+        put(store, 1)
+        put(store, 2)
+        assert found(store, 1, 2) == [2]
+        allocated = sum(4096 * -(-path.stat().st_size // 4096) for path in tmp_path.iterdir())
+        assert allocated == store.num_file_bytes == least
 
 
 def test_files_hold_keys_and_contents_and_nothing_else_of_the_caller(tmp_path):

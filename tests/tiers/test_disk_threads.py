@@ -1,13 +1,19 @@
 """Calls from several threads at once, also in the middle of each other: no wrong bytes, no lost slots."""
 
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from threading import Event, Thread
+from signal import ITIMER_REAL, SIGALRM, setitimer, signal
+from threading import Event, Thread, current_thread, main_thread
 
 import pytest
-from tests.tiers.disks import PAGES, PAIR, entry, found, key, num_bytes, opened, put, room
+from tests.tiers.disks import PAGES, PAIR, UnsyncedFiles, entry, found, key, num_bytes, opened, put, room
 
 from kvist.testing.faulty_files import FaultyFiles
+from kvist.tiers.disk.sharing import SHARED_BYTES
+from kvist.tiers.protocol import StoreFormat
 
 
 class Gate(FaultyFiles):
@@ -140,3 +146,69 @@ def test_threads_that_put_get_and_drop_under_eviction_never_see_wrong_bytes(tmp_
             assert len(found(store, *range(100, 200), size=size)) == num_there >= 6
     with opened(tmp_path, capacity, format) as store:
         assert store.stats().num_entries == num_there
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_call_that_a_signal_ends_ends_when_its_helper_has(tmp_path, io):
+    """Else the helper would write into slots that others have got meanwhile."""
+    size, began, let_on = SHARED_BYTES, Event(), Event()
+
+    class Slow(UnsyncedFiles):
+        def write(self, file, buffers, offset):
+            if current_thread() is not main_thread() and not began.is_set():
+                began.set()
+                assert let_on.wait(30)
+            return super().write(file, buffers, offset)
+
+    def interrupt(*_):
+        raise TimeoutError("a signal")
+
+    format = StoreFormat("a model", block_size=2, block_bytes=(size,))
+    with opened(tmp_path, room(4, size) + 4 * size, format, io=io, files=Slow()) as store:
+        earlier = signal(SIGALRM, interrupt)
+
+        def alarm_then_let_on():
+            assert began.wait(30)
+            setitimer(ITIMER_REAL, 0.05)
+            time.sleep(0.5)
+            let_on.set()
+
+        Thread(target=alarm_then_let_on).start()
+        try:
+            with pytest.raises(TimeoutError, match="a signal"):
+                put(store, 1, 2, 3, 4, size=size)
+        finally:
+            signal(SIGALRM, earlier)
+        assert let_on.is_set()
+        assert put(store, 11, 12, 13, 14, size=size) == 4
+        assert found(store, 11, 12, 13, 14, size=size) == [11, 12, 13, 14]
+
+
+HUNG = """
+import sys, threading, time
+from kvist.tiers.disk import DiskStore
+from kvist.tiers.disk.files import Files
+from kvist.tiers.guard import GuardedStore
+from kvist.tiers.protocol import StoreFormat
+
+size, hung = 4 << 20, threading.Event()
+
+class Hung(Files):
+    def read(self, file, buffers, offset):
+        if hung.is_set():
+            time.sleep(600)
+        return super().read(file, buffers, offset)
+
+guard = GuardedStore(DiskStore(sys.argv[1], 20 * size, StoreFormat("m", 4, (size,)), files=Hung()), 1.0)
+keys = [number.to_bytes(48, "big") for number in range(4)]
+guard.put([(key, memoryview(bytes(size))) for key in keys])
+assert guard.flush(30.0)
+hung.set()
+assert guard.fetch(keys, [size] * 4) == [None] * 4
+assert any(thread.name == "kvist-disk" for thread in threading.enumerate())
+guard.close()
+"""
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path):
+    subprocess.run([sys.executable, "-c", HUNG, str(tmp_path / "store")], check=True, timeout=60)

@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import ConfigError
-from kvist.tiers.disk.checksums import checksum_named, preferred_checksum
+from kvist.tiers.disk.checksums import XXH3, checksum_named, preferred_checksum
 from kvist.tiers.disk.files import Files, read_fully, write_fully
-from kvist.tiers.disk.segments import Geometry, Seal
+from kvist.tiers.disk.segments import Geometry, Seal, aligned
 from kvist.tiers.protocol import StoreFormat
 
-__all__ = ["OVERHEAD_BYTES", "Directory"]
+__all__ = ["Directory", "overhead_bytes"]
 
 FORMAT, LOCK, UNFINISHED, PROBE = "format", "lock", "format.new", "probe"
 DISK_VERSION = 2
 SEED_BYTES = 4
+LOCK_BYTES = 20
 MAX_FORMAT_BYTES = 1 << 20
-OVERHEAD_BYTES = 8192
-"""What the files beside the segments take: less than a page each."""
+
+
+def overhead_bytes(store_format: StoreFormat) -> int:
+    """Return what the files beside the segments take at most, in whole pages: the lock, and what describes the format.
+
+    >>> overhead_bytes(StoreFormat("a model", block_size=2, block_bytes=(4,)))
+    8192
+    """
+    return aligned(LOCK_BYTES) + aligned(len(_told_of(store_format, XXH3)))
 
 
 class Directory:
@@ -67,11 +75,11 @@ class Directory:
             self.files.close(file)
             raise ConfigError([f"{self.path} {problem}"]) from error
         with suppress(OSError):  # only for the message to others
-            write_fully(self.files, file, [f"{os.getpid():<19}\n".encode()], 0)
+            write_fully(self.files, file, [f"{os.getpid():<{LOCK_BYTES - 1}}\n".encode()], 0)
         return file
 
     def _owner(self, file: int) -> str:
-        told, num_read = bytearray(20), 0
+        told, num_read = bytearray(LOCK_BYTES), 0
         with suppress(OSError):
             num_read = read_fully(self.files, file, [told], 0)
         process = told[:num_read].decode("ascii", "replace").strip() or "unknown"
@@ -114,13 +122,11 @@ class Directory:
         return found
 
     def _tell(self, store_format: StoreFormat, checksum: str) -> None:
-        told = {"disk": DISK_VERSION, "checksum": checksum, "format": json.loads(store_format.describe())}
-        text = json.dumps(told, sort_keys=True).encode()
         try:
             self.remove(UNFINISHED)
             file = self.files.create(UNFINISHED)
             try:
-                write_fully(self.files, file, [text, b"\n", _digest_line(text)], 0)
+                write_fully(self.files, file, [_told_of(store_format, checksum)], 0)
                 self.files.sync(file)
             finally:
                 self.files.close(file)
@@ -131,8 +137,8 @@ class Directory:
 
     def takes_direct(self) -> bool:
         """Whether files here can be written past the page cache: not on every file system."""
-        self.remove(PROBE)
         try:
+            self.remove(PROBE)
             self.files.close(self.files.create(PROBE))
             file = self.files.open(PROBE, direct=True)
             try:
@@ -142,7 +148,8 @@ class Directory:
         except (OSError, AttributeError):
             return False
         finally:
-            self.remove(PROBE)
+            with suppress(OSError):
+                self.remove(PROBE)
         return True
 
     def remove(self, name: str) -> None:
@@ -155,6 +162,13 @@ class Directory:
         if self._locked is not None:
             self.files.close(self._locked)
         self.files.leave()
+
+
+def _told_of(store_format: StoreFormat, checksum: str) -> bytes:
+    """What the format file says."""
+    told = {"disk": DISK_VERSION, "checksum": checksum, "format": json.loads(store_format.describe())}
+    text = json.dumps(told, sort_keys=True).encode()
+    return text + b"\n" + _digest_line(text)
 
 
 def _digest_line(text: bytes) -> bytes:

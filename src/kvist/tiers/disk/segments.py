@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvist.tiers.disk.checksums import WholeChecksum
 from kvist.tiers.disk.files import Files, read_fully, write_fully
 
-__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment", "neighbours"]
+__all__ = ["ALIGNMENT", "Entry", "Geometry", "Record", "Seal", "Segment", "aligned", "neighbours"]
 
 ALIGNMENT = 4096
 """Slots begin and end at pages: the page cache never has to read what is to be written, and direct I/O is possible."""
@@ -224,6 +224,13 @@ class Segment:
     def clear(self, slot: int, num_slots: int = 1) -> None:
         """Say that neighbouring slots hold nothing; raises OSError."""
         write_fully(self.files, self.file, [bytes(num_slots * RECORD_BYTES)], slot * RECORD_BYTES)
+
+    def write_all_records(self, entries: Iterable[Entry]) -> None:
+        """Say that the segment holds these and nothing else; raises OSError."""
+        records = bytearray(self.geometry.num_slots * RECORD_BYTES)
+        for entry in entries:
+            records[entry.slot * RECORD_BYTES : (entry.slot + 1) * RECORD_BYTES] = self.sealed(entry, entry.stamp)
+        write_fully(self.files, self.file, [records], 0)
 
     def write_stamps(self) -> None:
         """Save the order of use, which is only approximate after `kill -9`; raises OSError."""

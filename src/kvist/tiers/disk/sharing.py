@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+from weakref import finalize
 
 __all__ = ["PART_BYTES", "SHARED_BYTES", "Helper"]
 
@@ -18,6 +21,7 @@ SHARED_BYTES = 4 << 20
 """Of a call from which on a second thread pays: it takes 50 to 100 microseconds to wake up."""
 
 T = TypeVar("T")
+_Task = tuple["Future[None]", Callable[[], None]]
 
 
 class Helper:
@@ -32,32 +36,77 @@ class Helper:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "kvist-disk")  # which begins with the first work
+        self._asked: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._starting = Lock()
+        finalize(self, self._asked.put, None)
 
     def work_off(self, own: deque[T], others: deque[T], work: Callable[[T], None]) -> None:
         """Do all the work of two queues, the second in the other thread; who is done first goes on with the rest.
 
-        What `work` raises in either thread is raised when both have stopped, and what is left is not begun. The queues
-        are empty afterwards.
+        What `work` raises in either thread is raised when both have stopped, and what is left is not begun. So is what
+        a signal raises here. The queues are empty afterwards.
         """
-        help_ = self._asked((others, own), work)
+        help_ = self._ask((others, own), work)
         try:
             _drain((own, others), work)
         finally:
-            if help_ is not None and not help_.cancel():  # nothing waits for help that has not begun
-                wait([help_])
-        if help_ is not None and not help_.cancelled():
+            _wait(help_, (own, others))
+        if not help_.cancelled():
             help_.result()
 
-    def _asked(self, queues: Sequence[deque[T]], work: Callable[[T], None]) -> Future[None] | None:
+    def _ask(self, queues: Sequence[deque[T]], work: Callable[[T], None]) -> Future[None]:
+        help_: Future[None] = Future()
         try:
-            return self._thread.submit(_drain, queues, work)
+            with self._starting:
+                if self._thread is None:
+                    thread = Thread(target=_work, args=(self._asked,), name="kvist-disk", daemon=True)
+                    thread.start()  # daemon: a disk that hangs must not hold up the end of the process
+                    self._thread = thread
         except RuntimeError:  # no more threads are to be had
-            return None
+            help_.cancel()
+        else:
+            self._asked.put((help_, lambda: _drain(queues, work)))
+        return help_
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.shutdown()
+        self._asked.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _work(asked: SimpleQueue[_Task | None]) -> None:
+    """Do what is asked for, unless it was taken back, until nothing is."""
+    while (task := asked.get()) is not None:
+        help_, act = task
+        if help_.set_running_or_notify_cancel():
+            try:
+                act()
+            except BaseException as error:
+                help_.set_exception(error)
+            else:
+                help_.set_result(None)
+        del task, help_, act
+
+
+def _wait(help_: Future[None], queues: Sequence[deque[Any]]) -> None:
+    """Wait until help has stopped, which for help that has not begun is at once; only then raise what a signal does.
+
+    Its buffers and slots are the caller's again afterwards.
+    """
+    interruption = None
+    while True:
+        try:
+            if help_.cancel() or help_.done():
+                break
+            wait([help_])
+        except BaseException as error:
+            interruption = error
+            for queue in queues:
+                queue.clear()
+    if interruption is not None:
+        raise interruption
 
 
 def _drain(queues: Sequence[deque[T]], work: Callable[[T], None]) -> None:

@@ -47,13 +47,15 @@ class Space:
         self._files, self._seal, self._counts = files, seal, counts
         self._free: dict[int, list[Slot]] = {size: [] for size in sizes}
         self._least_bytes = {size: Geometry(0, size, 1).num_bytes for size in sizes}
-        self._num_foreign_bytes = self._num_segment_bytes = 0
+        self._num_segment_bytes = 0
+        self._left_behind: dict[str, int] = {}  # files that could not be read or removed, and their bytes
+        self._doubtful: set[Segment] = set()  # whose records may say more than the entries do
         self._next_number = self._num_opened = 0
 
     @property
     def num_file_bytes(self) -> int:
         """Bytes of all segments."""
-        return self._num_foreign_bytes + self._num_segment_bytes
+        return sum(self._left_behind.values()) + self._num_segment_bytes
 
     # opening
 
@@ -72,8 +74,7 @@ class Space:
 
     def _load(self, name: str, geometry: Geometry, found: dict[Named, Entry]) -> None:
         if geometry.block_bytes not in self.queues or geometry.num_bytes > self.limit:
-            with suppress(OSError):
-                self._files.remove(name)
+            self._unlink(geometry)
             return
         try:
             segment = self._opened(geometry, self._files.open(name))
@@ -94,10 +95,19 @@ class Space:
         """Leave a file alone that cannot be read, though it takes room; only names that are links go."""
         self._counts.add(num_errors=1)
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            with suppress(OSError):
-                self._files.remove(geometry.name)
-                return
-        self._num_foreign_bytes += geometry.num_bytes
+            self._unlink(geometry)
+        else:
+            self._left_behind[geometry.name] = geometry.num_bytes
+
+    def _unlink(self, geometry: Geometry) -> None:
+        """Take a file away; where that fails, it still takes room."""
+        try:
+            self._files.remove(geometry.name)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._counts.add(num_errors=1)
+            self._left_behind[geometry.name] = geometry.num_bytes
 
     def _settle(self, entry: Entry, found: dict[Named, Entry]) -> None:
         """Keep an entry; of two with one key, which an error may have left, the one put or used last."""
@@ -194,12 +204,12 @@ class Space:
         """Add a segment that takes at most so many bytes; None if the file system has no room for it."""
         geometry = Geometry.fitting(self._next_number, size, num_bytes)
         assert geometry is not None, "there is room for a slot"
+        self._next_number = (self._next_number + 1) % MAX_SEGMENTS  # a name that failed may still be there
         try:
             segment = self._opened(geometry, self._created(geometry))
         except OSError:
             self._counts.add(num_errors=1)
             return None
-        self._next_number = (self._next_number + 1) % MAX_SEGMENTS
         self._add(segment)
         return segment
 
@@ -209,7 +219,7 @@ class Space:
             self._files.allocate(file, geometry.num_bytes)
         except OSError:
             self._files.close(file)
-            self._files.remove(geometry.name)
+            self._unlink(geometry)
             raise
         return file
 
@@ -236,12 +246,9 @@ class Space:
         self._free[size] = [slot for slot in self._free[size] if slot[0] is not segment]
         del self.segments[segment.name]
         self._num_segment_bytes -= segment.geometry.num_bytes
+        self._doubtful.discard(segment)
         segment.close()
-        try:
-            self._files.remove(segment.name)
-        except OSError:
-            self._counts.add(num_errors=1)
-            self._num_foreign_bytes += segment.geometry.num_bytes
+        self._unlink(segment.geometry)
 
     def _evict(self, size: int, num_entries: int) -> list[Slot]:
         victims = list(islice(self._evictable(size), num_entries))
@@ -265,18 +272,59 @@ class Space:
                 segment.clear(first, num_slots)
             except OSError:
                 num_errors += 1
+                self._doubtful.add(segment)
         self._counts.add(num_errors=num_errors)
         return not num_errors
 
-    def sync(self, segments: Iterable[Segment]) -> bool:
-        """Wait until what is in segments would survive a loss of power, and return whether that succeeded."""
-        try:
-            for segment in segments:
+    def mend(self) -> bool:
+        """Let nothing be on disk that is not in memory, after errors as well, and return whether that succeeded.
+
+        Files that could not be read go: nobody can tell what they hold.
+        """
+        num_errors = 0
+        for segment in list(self._doubtful):
+            queue = self.queues[segment.block_bytes]
+            try:
+                segment.write_all_records([entry for entry in queue.values() if entry.segment is segment])
+                self._doubtful.discard(segment)
+            except OSError:
+                num_errors += 1
+        for name in list(self._left_behind):
+            try:
+                with suppress(FileNotFoundError):
+                    self._files.remove(name)
+                del self._left_behind[name]
+            except OSError:
+                num_errors += 1
+        self._counts.add(num_errors=num_errors)
+        return not num_errors
+
+    def sync(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Wait until what is in segments would survive a loss of power; returns those of which that is not known.
+
+        Needs no lock, as `sync_names`.
+        """
+        failed = []
+        for segment in segments:
+            try:
                 self._files.sync(segment.file)
+            except OSError:
+                failed.append(segment)
+        self._counts.add(num_errors=len(failed))
+        return failed
+
+    def sync_names(self) -> bool:
+        """Wait until files that were removed would stay so after a loss of power, and return whether that succeeded."""
+        try:
+            self._files.sync_names()
         except OSError:
             self._counts.add(num_errors=1)
             return False
         return True
+
+    def doubt(self, segments: Iterable[Segment]) -> None:
+        """Have records written again by `mend`: what a sync could not write is not written by the next one."""
+        self._doubtful.update(segments)
 
     # entries
 

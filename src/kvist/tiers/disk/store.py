@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self
 
 from kvist.errors import ArgumentError, ConfigError, TransferError
 from kvist.tiers.counting import Counts
-from kvist.tiers.disk.directory import OVERHEAD_BYTES, Directory
+from kvist.tiers.disk.directory import Directory, overhead_bytes
 from kvist.tiers.disk.files import Files
 from kvist.tiers.disk.runs import Buffered, Direct, Piece
 from kvist.tiers.disk.segments import Entry, Geometry
@@ -72,12 +72,12 @@ class DiskStore:
         io: Literal["buffered", "direct"] = "buffered",
         files: Files | None = None,
     ) -> None:
-        sizes = frozenset(format.block_bytes)
-        _check(capacity_bytes, sizes, io)
+        sizes, self._overhead = frozenset(format.block_bytes), overhead_bytes(format)
+        _check(capacity_bytes, self._overhead, sizes, io)
         self._counts = Counts()
         self._directory = Directory(Path(directory), format, Files() if files is None else files)
         self._capacity_bytes = capacity_bytes
-        limit = capacity_bytes - OVERHEAD_BYTES
+        limit = capacity_bytes - self._overhead
         self._space = Space(self._directory.files, limit, sizes, self._directory.seal, self._counts)
         self._space.is_direct = io == "direct" and self._directory.takes_direct()
         checksum = self._directory.checksum
@@ -107,7 +107,7 @@ class DiskStore:
     def num_file_bytes(self) -> int:
         """Bytes of all files, with what is around the contents; never more than the capacity."""
         with self._changed:
-            return self._space.num_file_bytes + OVERHEAD_BYTES
+            return self._space.num_file_bytes + self._overhead
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Say of each key whether it is there, as far as one knows without reading it."""
@@ -351,15 +351,15 @@ class DiskStore:
             if entry.is_dropped and not entry.num_readers:
                 self._space.free(entry.segment, entry.slot)
 
-    def _forget(self, entries: Sequence[Entry]) -> bool:
-        """Let entries not be found any more, here and later; False if that could not be written."""
+    def _forget(self, entries: Sequence[Entry]) -> None:
+        """Let entries not be found any more, here and, if it can be written, later."""
         distinct = list({id(entry): entry for entry in entries}.values())
         for entry in distinct:
             entry.is_dropped = True
             self._space.leave(entry)
             if not entry.num_readers:
                 self._space.free(entry.segment, entry.slot)
-        return self._space.clear([(entry.segment, entry.slot) for entry in distinct])
+        self._space.clear([(entry.segment, entry.slot) for entry in distinct])
 
     def _drop(self, tag: bytes) -> bool:
         with self._changed:
@@ -367,16 +367,20 @@ class DiskStore:
                 entry.is_dropped |= key.startswith(tag)
             queues = self._space.queues.values()
             entries = [entry for queue in queues for key, entry in queue.items() if key.startswith(tag)]
-            is_cleared = self._forget(entries)
-            segments = list({entry.segment.name: entry.segment for entry in entries}.values())
+            self._forget(entries)
+            is_cleared = self._space.mend()
+            segments = failed = list(self._space.segments.values())
             for segment in segments:
                 segment.num_busy += 1
-        try:
-            return self._space.sync(segments) and is_cleared
+        try:  # also what was evicted, or removed with its file, may be there again until then
+            failed = self._space.sync(segments)
+            is_lasting = self._space.sync_names()
         finally:
             with self._changed:
+                self._space.doubt(failed)
                 for segment in segments:
                     segment.num_busy -= 1
+        return is_cleared and is_lasting and not failed
 
 
 def _flat(buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -384,13 +388,13 @@ def _flat(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [each if each.format == "B" and each.ndim == 1 else each.cast("B") for each in buffers]
 
 
-def _check(capacity_bytes: int, sizes: Collection[int], io: str) -> None:
+def _check(capacity_bytes: int, overhead: int, sizes: Collection[int], io: str) -> None:
     problems = []
     if io not in ("buffered", "direct"):
         problems.append(f"io is {io!r}, must be 'buffered' or 'direct'")
     if not sizes or min(sizes) < 1:
         problems.append(f"the format's block_bytes are {sorted(sizes)}, but each group needs a positive number of them")
-    needed = OVERHEAD_BYTES + sum(Geometry(0, size, 1).num_bytes for size in sizes)
+    needed = overhead + sum(Geometry(0, size, 1).num_bytes for size in sizes)
     if capacity_bytes < needed:
         problems.append(f"capacity_bytes is {capacity_bytes}, but one block of each group takes {needed}")
     if problems:
