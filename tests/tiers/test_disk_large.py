@@ -14,7 +14,7 @@ from kvist.testing.faulty_files import Crash, Fault, FaultyFiles
 from kvist.tiers.disk import space
 from kvist.tiers.disk.directory import overhead_bytes
 from kvist.tiers.disk.runs import DIRECT_PART_BYTES, huge_page
-from kvist.tiers.disk.segments import Geometry
+from kvist.tiers.disk.segments import Geometry, neighbours
 from kvist.tiers.disk.sharing import PART_BYTES, SHARED_BYTES, Helper
 from kvist.tiers.protocol import StoreFormat
 
@@ -125,10 +125,10 @@ def test_the_halves_of_a_call_are_in_two_segments_after_evictions_and_a_restart_
     size, capacity = QUARTER, room(32, QUARTER)
     with opened(tmp_path, capacity, format_of(size)) as store:
         put(store, *range(6), size=size)
-        assert in_each_segment(store) == [[0, 2, 4], [1, 3, 5]]
+        assert in_each_segment(store) == [[0, 1, 2], [3, 4, 5]]
     with opened(tmp_path, capacity, format_of(size)) as store:
         put(store, 6, 7, size=size)
-        assert in_each_segment(store) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert in_each_segment(store) == [[0, 1, 2, 6], [3, 4, 5, 7]]
         for first in range(8, 96, 8):
             put(store, *range(first, first + 8), size=size)
             last = [[number for number in each if number >= first] for each in in_each_segment(store)]
@@ -139,14 +139,17 @@ def test_the_halves_of_a_call_are_in_two_segments_after_evictions_and_a_restart_
         assert store.num_file_bytes == bytes_of_segments(tmp_path) + overhead_bytes(format_of(size)) <= capacity
 
 
-def test_neighbours_that_are_written_at_once_stay_in_one_segment(tmp_path, monkeypatch):
+def test_a_call_stays_in_few_stretches_however_often_others_were_evicted_for_one(tmp_path, monkeypatch):
     monkeypatch.setattr(space, "SHARED_BYTES", 1)
-    size, in_a_part = 4096, PART_BYTES // 4096
-    with opened(tmp_path, room(16 * in_a_part, size), format_of(size)) as store:
-        put(store, *range(3 * in_a_part), size=size)
-        first, second = in_each_segment(store)
-        assert first == [*range(in_a_part), *range(2 * in_a_part, 3 * in_a_part)]
-        assert second == list(range(in_a_part, 2 * in_a_part))
+    monkeypatch.setattr(space, "PART_BYTES", 1)
+    size, num_blocks = 4096, 128
+    with opened(tmp_path, room(5 * num_blocks // 2, size), format_of(size)) as store:
+        for first in range(0, 40 * num_blocks, num_blocks):
+            assert put(store, *range(first, first + num_blocks), size=size) == num_blocks
+            entries = [store._space.queues[size][key(number)] for number in range(first, first + num_blocks)]
+            assert len(list(neighbours([entry.position for entry in entries]))) <= 8
+            if first == 0:
+                assert [len(each) for each in in_each_segment(store)] == [num_blocks // 2] * 2
 
 
 def test_a_store_grows_by_one_segment_where_there_is_room_for_one_only(tmp_path):

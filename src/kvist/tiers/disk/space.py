@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, zip_longest
+from operator import attrgetter
 
 from kvist.tiers.counting import Counts
 from kvist.tiers.disk.files import Files
@@ -17,6 +18,7 @@ __all__ = ["Slot", "Space"]
 
 Slot = tuple[Segment, int]
 Named = tuple[int, bytes]
+POSITION = attrgetter("first_position")
 
 MAX_SEGMENTS = 10**8
 """Numbers have eight digits."""
@@ -35,8 +37,8 @@ class Space:
     read is left alone. A slot is in exactly one of these places: free, held by an entry in a queue, taken by a caller,
     or, after an error, retired until the store is opened again.
 
-    Segments are made in twos, and slots taken by turns: file systems let one thread at a time write to a file, and two
-    shall write the halves of a call. Small ones, which hold no call that is shared, are made one by one.
+    Segments are made in twos, and their slots offered by turns: file systems let one thread at a time write to a file,
+    and two shall write the halves of a call. Small ones, which hold no call that is shared, are made one by one.
     """
 
     def __init__(self, files: Files, limit: int, sizes: Collection[int], seal: Seal, counts: Counts) -> None:
@@ -153,7 +155,8 @@ class Space:
     def take(self, size: int, num_slots: int) -> list[Slot]:
         """Take slots for blocks of a size: free ones, those of new segments, those of the least recently used entries.
 
-        Entries that are being read stay. Returns as many as there are: of segments by turns, of each in order.
+        Entries that are being read stay. Returns as many as there are, in the order of their places: what is evicted
+        together later is then in one stretch, however often that happens.
         """
         taken: list[Slot] = []
         evicted: list[Slot] = []
@@ -170,7 +173,7 @@ class Space:
         by_segment = _by_segment(taken)
         for segment, slots in by_segment.items():
             segment.num_busy += len(slots)
-        return _by_turns(by_segment)
+        return [(each, slot) for each in sorted(by_segment, key=POSITION) for slot in by_segment[each]]
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Give slots back that were taken and hold nothing."""
