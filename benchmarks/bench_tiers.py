@@ -3,8 +3,8 @@
 The reference computes the document anew, with the same engine in the same run. The model has the shape of
 SmolLM2-135M (30 layers, 46 KB of K and V a token in float32) and random weights, on which no time depends; it runs on
 one thread. What is on the device is evicted before each turn; `disk cold` reads after the page cache was told to
-forget. The document is fetched twice, and the second time counts: memory that lay idle while it was
-computed is slow to come back on a virtual machine. All times are those on the wall, from `submit` to the first token.
+forget. The document is fetched twice, and the second time counts: memory that lay idle while it was computed is slow to
+come back on a virtual machine. All times are those on the wall, from `submit` to the first token.
 """
 
 from __future__ import annotations

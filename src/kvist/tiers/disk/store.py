@@ -162,13 +162,13 @@ class DiskStore:
         """Forget all contents whose keys begin with `tag`; an empty one: everything. What is being put goes as well.
 
         It survives a loss of power. Raises `TransferError` if it could not be written: then the contents are forgotten,
-        but only until the directory is opened again.
+        but only until the directory is opened again, or for good once another call succeeds.
         """
         with self._busy() as may:
             if may and not self._drop(tag):
                 raise TransferError(
                     f"{self._directory.path}: what was dropped could not be cleared on the disk and would be there "
-                    f"again later; close the store and delete the directory"
+                    f"again later; drop it again, or close the store and delete the directory"
                 )
 
     def stats(self) -> StoreStats:
